@@ -283,10 +283,3 @@ def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind):
     del model, what
     arena.close()
     other.close(), pool.close()
-
-
-def test_progress_is_shown_for_what_takes_long(host, capsys, monkeypatch):
-    monkeypatch.setattr("vtensor._base.terminal.time.monotonic", iter(range(0, 10000, 30)).__next__)
-    vtensor.adopt(torch.nn.Linear(20, 20), host)
-    assert "adopt: " in capsys.readouterr().err
-    host.close()

@@ -172,36 +172,6 @@ def test_rows_and_positions_that_there_are_not(request, of):
     refused(k, v, False, int32(0, 0, 0, 0), rows=0, says=["row 3 ", "3 rows"])
 
 
-@pytest.mark.parametrize("of", ["grown", "cache"])
-def test_what_the_host_knows_is_checked_beside_what_only_a_device_knows(request, of):
-    k, v = request.getfixturevalue(of) if of == "grown" else request.getfixturevalue(of)[0]
-    holds, unknown, query = k.shape[1], on_a_device(int32(0, 0, 0)), zeros(4, 1, 4, SIZE)
-    refused(k, v, False, unknown, 0, int32(0, 3, 1), says=["row 3 ", "3 rows"])
-    refused(k, v, False, unknown, rows=query, says=["row 3 ", "3 rows"])
-    refused(k, v, False, holds, 1, unknown, says=[f"first {holds} positions", "1 written after"])
-    refused(k, v, False, int32(0, holds + 1, 0), 0, unknown, says=[f"first {holds + 1} positions"])
-
-
-def test_more_sequences_than_rows_where_there_is_one_row(cache):
-    """A tensor of lengths is then not the ends of packed sequences."""
-    k, v = cache[0]
-    refused(k[0], v[0], False, int32(0, -1, 1), says=["first -1 positions"])
-    refused(k[:1], v[:1], False, int32(1, 1, 1), rows=zeros(3, 1, 4, SIZE), says=["row 1 ", "1 rows"])
-    assert views("attend", k[:1], v[:1], False, int32(1, 1, 1))[2] is cache
-
-
-def test_one_length_for_all_rows(cache):
-    k, v = cache[0]
-    for length in (5, np.int64(5), int32(5)):
-        refused(k, v, False, length, says=["5 tokens of slot 1"])
-        refused(k, v, False, length, 0, int32(0, 2), says=["5 tokens of slot 2"])
-        assert views("attend", k, v, False, length, rows=1)[2] is cache
-
-
-def test_a_number_of_numpy_is_one_length(grown):
-    assert views("attend", *grown, False, np.int64(3))[0].shape == (ROWS, 3, HEADS, SIZE)
-
-
 def test_views_of_a_layer_that_are_no_rows_of_tokens(cache):
     """Which slots and tokens such a kernel reads is not known."""
     k, v = (t[1] for t in cache[0])  # a slot without tokens

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ import vtensor
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import BENCHMARKS, __main__, harness, report, trace_cost  # noqa: E402
+from benchmarks import BENCHMARKS, __main__, harness, report  # noqa: E402
 from benchmarks.harness import Bar, Figure, Settings, Skipped, Spread  # noqa: E402
 
 
@@ -81,20 +80,6 @@ def test_samples_are_interleaved_in_changing_order():
     assert sorted(v for values in taken.values() for v in values) == list(range(7, 67))
     for at in range(20):
         assert {(taken[name][at] - 1) // 3 for name in "abc"} == {at + 2}
-
-
-def test_steps_are_told_their_number_and_cost_no_less_than_nothing():
-    told: list[int] = []
-    seconds = harness.clock_steps(told.append, 50)
-    assert told == list(range(50)) and len(seconds) == 50 and min(seconds) >= 0
-    assert harness.quantile(sorted(seconds), 0.5) < 1e-4
-
-
-def test_times_include_the_wait_for_the_device():
-    calls: list[str] = []
-    harness.clock(lambda: calls.append("launch"), lambda: calls.append("wait"))
-    harness.clock_steps(lambda i: calls.append(f"launch {i}"), 2, lambda: calls.append("wait"))
-    assert calls == ["launch", "wait", "launch 0", "wait", "launch 1", "wait"]
 
 
 def outcomes() -> list[report.Outcome]:
@@ -262,14 +247,3 @@ def test_the_command_shows_progress_a_table_and_the_machine(quick_run):
         )
         or any(one["error"] for one in result["benchmarks"])
     )
-
-
-def test_counting_instructions_needs_valgrind_and_says_so(monkeypatch):
-    monkeypatch.setattr(trace_cost.shutil, "which", lambda name: None)
-    with pytest.raises(Skipped, match=r"^no valgrind .*: install it"):
-        trace_cost.run(Settings(quick=True))
-
-
-def test_a_figure_is_a_plain_record():
-    figure = harness.count("a", "b", 1, "calls")
-    assert replace(figure, bar=Bar(0)).passed is False

@@ -9,9 +9,7 @@ import threading
 import pytest
 import torch
 
-import vtensor
 from cuda_support import (
-    READ,
     READ_WRITE,
     assert_mapped_as_told,
     device,
@@ -36,45 +34,6 @@ pytestmark = needs_simcuda
 
 
 # -- the life of a tensor
-
-
-@pytest.mark.parametrize("rows", [(), (2, 3)])
-def test_life_cycle(simcuda, rows):  # I1, I2
-    dim = len(rows)
-    data = values(40, rows)
-    t = tensor(simcuda, 5, rows)
-    address = t.address
-    want = values(5, rows)
-    for n in (1, 3, 4, 17):
-        x = data.narrow(dim, t.length % 7, n)
-        t.append(x)
-        want = torch.cat([want, x], dim)
-    assert same_bytes(t, want) and t.data_ptr() == t.address == address
-    assert_mapped_as_told(t)
-
-    t.shrink(6)
-    t.shrink(5, front=True)
-    want = want.narrow(dim, 5, want.shape[dim] - 11)
-    assert same_bytes(t, want) and t.data_ptr() == address + 5 * 1024  # I1
-    assert_mapped_as_told(t)
-
-    fork = t.fork()
-    assert same_bytes(fork, want)
-    assert_mapped_as_told(t)
-    assert_mapped_as_told(fork)
-
-    ids = [record.page_id for record in t.pages()]
-    moved = t.reallocate(100)
-    assert [record.page_id for record in moved.pages()] == ids  # nothing was copied
-    assert same_bytes(moved, want)
-    t.close()
-    fork.close()
-    moved.truncate(1)
-    assert same_bytes(moved, want.narrow(dim, 0, 1))
-    moved.close()
-    assert simcuda.stats().pages_mapped == 0
-    for page in range(64):
-        assert mapping_at(address + page * 4096)[0] == 0
 
 
 def test_fresh_memory_is_zeroed_and_reused_memory_is_too(simcuda):  # I7
@@ -206,20 +165,6 @@ def test_writes_to_shared_pages_stay_on_one_side(simcuda, write, by_child):  # I
     child.close()
 
 
-def test_own_parts_the_pages_behind_its_positions_only(simcuda):
-    parent = tensor(simcuda, 4 * PER_PAGE)
-    child = parent.fork()
-    before = calls(simcuda)
-    child.unshare(PER_PAGE + 1, 2 * PER_PAGE + 1)
-    assert [record.shared for record in child.pages()] == [2, 1, 1, 2]
-    assert calls_since(simcuda, before)["cuMemcpyDtoDAsync"] == 2
-    assert mapping_at(child.pages()[0].address)[1] == READ
-    assert mapping_at(child.pages()[1].address)[1] == READ_WRITE
-    assert same_bytes(child, parent)
-    parent.close()
-    child.close()
-
-
 def test_without_read_only_mappings_operations_still_part_pages(pool_factory):  # I6
     with device(read_only=0):
         pool = pool_factory("simcuda")
@@ -237,43 +182,11 @@ def test_without_read_only_mappings_operations_still_part_pages(pool_factory):  
 # -- a device without room, or without what is needed
 
 
-def test_a_full_device_is_out_of_pages_and_recovers(pool_factory):  # I9
-    with device(memory=6 * 4096):
-        pool = pool_factory("simcuda", pages=64)
-        t = tensor(pool, 4 * PER_PAGE)
-        u = tensor(pool, PER_PAGE)
-        with pytest.raises(vtensor.OutOfPages, match="memory"):
-            u.extend(2 * PER_PAGE)
-        assert u.length == PER_PAGE and same_bytes(u, values(PER_PAGE))
-        t.shrink(2 * PER_PAGE)
-        u.extend(2 * PER_PAGE)
-        assert same_bytes(u[:PER_PAGE], values(PER_PAGE))
-        t.close()
-        u.close()
-
-
 def test_the_default_budget_is_nine_tenths_of_the_free_memory():
     with device(memory=100 << 20):
         pool = testing.simulated_cuda_pool(str(simcuda_library()), page_size=4096)
         assert pool.budget == 90 << 20
         pool.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "call"), [({"vmm": 0}, "cuDeviceGetAttribute")], ids=["no virtual memory management"]
-)
-def test_a_device_that_cannot_serve_says_why(settings, call):
-    with device(**settings), pytest.raises(vtensor.DriverError) as raised:
-        testing.simulated_cuda_pool(str(simcuda_library()))
-    assert raised.value.call == call
-
-
-def test_a_missing_library_and_a_missing_device_say_so():
-    with pytest.raises(vtensor.DriverError, match="install the NVIDIA driver") as raised:
-        testing.simulated_cuda_pool("/nowhere/libcuda.so")
-    assert raised.value.call == "dlopen"
-    with pytest.raises(vtensor.InvalidArgument, match="cuda:3"):
-        testing.simulated_cuda_pool(str(simcuda_library()), device=3)
 
 
 # -- the end of the process
@@ -289,20 +202,6 @@ def end_of(code: str):
         """,
         finalize=True,
     ).check()
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "t = quarter(pool, 9); t.close(); pool.close()",
-        "t = quarter(pool, 9); f = t.fork()",
-        "view = quarter(pool, 9)[2:5]",
-        "t = quarter(pool, 9); t.close(); pool.trim()",
-    ],
-    ids=["closed", "all alive", "only a view alive", "pool alive"],
-)
-def test_nothing_is_left_in_the_driver_at_the_end_of_the_process(code):  # I14
-    assert "leaked" not in end_of(code).err
 
 
 def test_the_leak_report_sees_a_leak():

@@ -254,68 +254,6 @@ testing.check_invariants(pool)
     )
 
 
-def test_a_forked_child_that_lets_everything_go():
-    """Pools, too, whose threads in the parent were waiting at that moment."""
-    check(
-        CHILD
-        + """
-def wait():
-    pool.wait_idle(10)
-    other.wait_idle(10)
-
-other = vtensor.Pool("cpu", page_size=PAGE, budget=4096 * PAGE)
-
-def keep_busy():
-    u = quarter(other, 1, capacity=12000)
-    u.prepare(8000)
-    other.wait_idle(10)
-    u.close()
-
-threads = [thread(keep_busy), thread(wait), thread(wait), thread(grow)]
-time.sleep(0.05)
-for _ in range(15):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)
-            in_child()
-            del t, view
-            threading._shutdown = lambda: None
-            pool._core = other._core = None
-            vtensor.pool._pools = vtensor.pool._default_pools = None
-            del pool, other
-            gc.collect()
-            os._exit(0)
-        except BaseException as error:
-            os.write(2, repr(error).encode())
-            os._exit(1)
-    reap(pid, "fork")
-    time.sleep(0.003)
-join(threads)
-"""
-    )
-
-
-def test_fork_and_an_ordinary_exit():
-    """The child runs its interpreter down to the end, handlers and all."""
-    check(
-        CHILD
-        + """
-threads = [thread(grow)]
-time.sleep(0.05)
-for _ in range(3):
-    pid = os.fork()
-    if pid == 0:
-        torch.set_num_threads(1)
-        in_child()
-        sys.exit(0)
-    reap(pid, "exit")
-join(threads)
-""",
-        finalize=True,
-    )
-
-
 SIGNAL = """
 import signal
 def ring(*_):

@@ -355,23 +355,6 @@ def test_pages_of_a_simulated_device_are_named_too() -> None:
     assert "the tensor has 4 positions now, so a page is there" in reason and "call unshare()" in reason
 
 
-def test_a_forked_process_is_told_so() -> None:
-    """There nothing grows, and the remedy is another."""
-    finished = run(
-        CACHE,
-        """
-        key = cache[0][0]
-        if pid := os.fork():
-            os._exit(-os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        key[slot, 7] = 1
-        """,
-    )
-    assert finished.code == signal.SIGSEGV
-    named, reason = report_of(Finished(-signal.SIGSEGV, finished.out, finished.err))
-    assert named.startswith("K of layer 0, slot 0, token 7 of the KVCache")
-    assert reason.startswith("this process was forked from the one that has the memory, and cannot reach it:")
-
-
 def test_a_page_that_the_system_cannot_give_is_a_sigbus() -> None:
     finished = run(
         CACHE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import vtensor
-from support import calls, filled, mapper_calls, run_snippet
+from support import calls, filled, mapper_calls
 from vtensor._base import units
 from vtensor._pictures import html as drawing
 from vtensor._pictures import pages
@@ -97,19 +96,6 @@ def test_rows_alike_are_one_strip(pool):
     assert "row 3" in words(t._repr_html_())
 
 
-def test_many_rows_end_in_words(pool):
-    t = filled(pool, 1, rows=(20,), capacity=4)
-    t.reindex([n if n % 2 else 0 for n in range(20)])
-    assert len(strips(t._repr_html_())) == 8
-    assert "and 12 rows more" in words(t._repr_html_())
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0, 4)])
-def test_nothing_stored(pool, shape):
-    t = vtensor.empty(*shape, grow_dim=len(shape) - 2 if len(shape) > 1 else 0, capacity=8, pool=pool)
-    assert "mapped" in words(t._repr_html_())
-
-
 def test_the_closed_say_so(pool_factory, kind):
     pool = pool_factory(kind)
     t = filled(pool, 4)
@@ -118,12 +104,6 @@ def test_the_closed_say_so(pool_factory, kind):
     assert t._repr_mimebundle_()["text/plain"].startswith("<VTensor, closed")
     pool.close()
     assert "closed" in words(pool._repr_html_())
-
-
-def test_text_is_one_line(pool):
-    for shown in (filled(pool, 4), pool):
-        line = shown._repr_mimebundle_()["text/plain"]
-        assert "\n" not in line and "4 KiB" in line
 
 
 def test_a_pool_shows_its_budget_and_its_pages(pool):
@@ -219,26 +199,6 @@ def test_looking_makes_no_driver_call_and_reads_no_element(pool, monkeypatch):
     fork.close()
 
 
-def test_a_forked_child_shows_what_it_may():
-    run_snippet(
-        """
-        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, prefetch=0)
-        t = filled(pool, 8)
-        child = os.fork()
-        if child == 0:
-            html = t._repr_html_() + pool._repr_html_()
-            os._exit(0 if "VTensor" in html and "Pool" in html else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        """
-    ).check()
-
-
-def test_import_leaves_pictures_alone():
-    run_snippet(
-        "assert not {'vtensor._pictures.html', 'vtensor.plot', 'matplotlib'} & set(sys.modules)"
-    ).check()
-
-
 # -- in a browser
 
 LIGHT_TEXT, DARK_TEXT = (36, 41, 47), (230, 237, 243)
@@ -300,9 +260,3 @@ def test_runs_end_at_gaps():
 def test_sizes_read_well():
     sizes = {0: "0 B", 1023: "1,023 B", 1536: "1.5 KiB", 1 << 20: "1 MiB", 5 << 50: "5,120 TiB"}
     assert {n: units.byte_text(n) for n in sizes} == sizes
-
-
-def test_no_colour_is_used_twice():
-    assert len(set(pages.COLOURS.values())) == len(pages.COLOURS) == len(pages.MEANINGS)
-    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in pages.COLOURS.values())
-    assert set(pages._TELLING) == set(pages.COLOURS)

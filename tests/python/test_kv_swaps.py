@@ -273,30 +273,3 @@ cache.close()
 pool.close()
 """
     ).check()
-
-
-def test_a_forked_child_is_refused_at_once():
-    """I13: while the parent's copies are under way, each call in the child raises, and none waits."""
-    run_snippet(
-        PREAMBLE
-        + """
-cache.swap_out(slot)
-child = os.fork()
-if child == 0:
-    signal.alarm(20)
-    left = 0
-    for call in (
-        lambda: cache.free(slot), lambda: cache.wait(slot), lambda: cache.truncate(slot, 1),
-        lambda: cache.fork(slot), lambda: cache.swap_in(slot), lambda: cache.close(),
-    ):
-        try:
-            call()
-        except vtensor.VTensorError as error:
-            left += "forked" in str(error)
-    os._exit(left)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
-assert cache.swap_in(slot)
-cache.wait(slot)
-check_contents(cache, slot, range(1000))
-"""
-    ).check()

@@ -16,9 +16,8 @@ import vtensor
 from kv_support import grown
 from support import calls, calls_since
 from vtensor import testing
-from vtensor.errors import Closed, VTensorError
+from vtensor.errors import Closed
 
-PAGE = 4096
 TOKENS = 16  # to a page: 2 heads of 32 float32
 ROWS = 4  # K and V of 2 layers
 
@@ -95,63 +94,6 @@ def test_shared_pages_are_unmapped_once_and_by_the_last(pool, order):
     pool.trim()
     assert pool.stats().pages_used == 0
     testing.check_invariants(pool)
-
-
-def test_short_memory_is_an_answer(pool_factory, kind):
-    pool = pool_factory(kind, pages=2 * ROWS)
-    with make(pool) as cache:
-        first, second = cache.alloc(), cache.alloc()
-        assert grown(cache, first, TOKENS)
-        write(cache, first, 0, TOKENS, 3.0)
-        before = cache.lengths
-        assert not grown(cache, second, 2 * TOKENS)
-        assert cache.lengths == before
-        assert holds(cache, first, 0, TOKENS, 3.0)
-        assert grown(cache, second, TOKENS)
-        cache.free(first)
-        assert grown(cache, second, 2 * TOKENS)
-        testing.check_invariants(pool)
-
-
-@pytest.mark.parametrize("refuse", [1, 2, 10_000])
-def test_a_refused_call_is_an_exception_and_the_cache_goes_on(pool_factory, kind, refuse):
-    """Of alloc, step, fork, publish, truncate, swapping and free in a row, each driver call in turn."""
-    for skip in itertools.chain(range(60), range(60, 2000, 7)):
-        pool = pool_factory(kind, pages=200)
-        with make(pool) as cache:
-            kept = cache.alloc()
-            assert grown(cache, kept, 2 * TOKENS + 1)
-            write(cache, kept, 0, 2 * TOKENS + 1, 5.0)
-            before, failed = calls(pool), False
-            with testing.fail_after(pool, skip, refuse):
-                try:
-                    slot = cache.alloc()
-                    grown(cache, slot, TOKENS + 1)
-                    fork = cache.fork(slot)[0]
-                    grown(cache, fork, TOKENS + 2)
-                    cache.publish(slot, list(range(TOKENS)))
-                    cache.truncate(fork, 3)
-                    cache.swap_out(slot)
-                    cache.swap_in(slot)
-                    cache.wait(slot)
-                    cache.free(fork)
-                    cache.free(slot)
-                except VTensorError as error:
-                    failed = True
-                    assert str(error).startswith("[")
-            testing.check_invariants(pool)
-            assert holds(cache, kept, 0, 2 * TOKENS + 1, 5.0)
-            if pool.broken is None:
-                assert grown(cache, kept, 3 * TOKENS)
-                write(cache, kept, 2 * TOKENS + 1, 3 * TOKENS, 6.0)
-            made = sum(calls_since(pool, before).values())
-        pool.close()
-        if made <= skip:
-            assert not failed
-            break
-    else:
-        pytest.fail("more driver calls than were tried")
-    assert skip > 4
 
 
 def test_looks_beside_steps_and_a_close(pool_factory, kind):

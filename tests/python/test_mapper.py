@@ -436,34 +436,6 @@ def test_what_the_mapper_met_is_raised_by_wait_idle_too(host):
     t.extend(20)
 
 
-def test_every_refusal_in_turn_leaves_a_looking_ahead_tensor_whole(pool_factory):
-    """I8 with both threads' calls refused: contents stay, nothing is lost, the next call works."""
-    pool = pool_factory("host", pages=200, prefetch=16 * PAGE, cache=0)
-    for skip in range(24):
-        t = filled(pool, 2 * PER_PAGE, 6, rows=(2,), capacity=400)
-        with testing.fail_after(pool, skip):
-            for step in range(12):
-                try:
-                    t.append(ones(t, 3, 6))
-                    if step % 4 == 3:
-                        t.shrink(5)
-                except vtensor.DriverError:
-                    pass
-        assert t.eq(6).all()
-        testing.check_invariants(pool)
-        while True:
-            try:
-                pool.wait_idle(5)
-                break
-            except vtensor.DriverError:
-                pass
-        t.append(ones(t, 9, 6))
-        assert t.eq(6).all()
-        t.close()
-        pool.wait_idle(5)
-        assert check_sums(pool).pages_mapped == 0
-
-
 def test_a_refused_unmap_stays_held_and_is_raised_by_wait_idle(ahead):
     t = filled(ahead, 20 * PER_PAGE, capacity=400)
     with testing.fail_after(ahead, 0, 1000):

@@ -205,26 +205,6 @@ def test_the_budget_takes_back_what_is_spare(pool_factory, emptied, kind):
     pool.close()
 
 
-@pytest.mark.parametrize("kind", ["host", "simcuda"])
-def test_a_lower_budget(pool_factory, kind):
-    """Takes back what is spare; what is in use is never taken."""
-    pool = pool_factory(kind, 16, prefetch=AHEAD, cache=8 * PAGE)
-    filled(pool, 16).close()
-    t = filled(pool, 16, 3)
-    pool.wait_idle(1)
-    with pytest.raises(vtensor.OutOfPages, match=r"\[Pool.budget\] need a budget of at least 16384 bytes"):
-        pool.budget = 3 * PAGE
-    assert pool.budget == 16 * PAGE
-    pool.budget = 4 * PAGE
-    assert pool.stats().pages_free == 0 and t.eq(3).all()
-    with pytest.raises(vtensor.OutOfPages):
-        t.extend(1)
-    pool.budget = 16 * PAGE
-    t.extend(1)
-    t.close()
-    pool.close()
-
-
 def test_a_reserve_is_left_to_others(sim, stream_pool, emptied):
     """Growth that would pass into it raises, after torch was asked; kept memory is not counted again."""
     pool = stream_pool(device_reserve=free_memory() - 8 * PAGE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,19 +182,6 @@ def test_they_draw_on_the_axes_given(host):
         assert draw(what) not in given
 
 
-def test_many_rows_share_bands(pool_factory):
-    pool = pool_factory("host", pages=3000)
-    t = filled(pool, 4, rows=(1000,), capacity=8)
-    fork = t.fork()
-    for row in range(0, 1000, 2):
-        t[row] = 3  # its page becomes private
-    axes = vtensor.plot.page_map(t)
-    (band,) = [c for c in axes.collections if len(c.get_paths()) and len(c.get_facecolor())][:1]
-    assert len(axes.collections) < 20 and axes.get_ylim() == (1000, 0)  # a band of 4 rows shows the private
-    assert matplotlib.colors.to_hex(band.get_facecolor()[0]) == vtensor._pictures.pages.COLOURS["private"]
-    fork.close()
-
-
 def test_curves_of_memory():
     points = memory_points(decode().events)
     assert max(point.reserved for point in points) == 320 * KIB
@@ -204,18 +190,6 @@ def test_curves_of_memory():
     assert max(point.copied for point in points) == (128 + 60) * KIB
     assert (points[-1].needed, points[-1].mapped) == (64 * KIB, 64 * KIB)
     assert [point.time_ns for point in points] == sorted(point.time_ns for point in points)
-
-
-def test_what_was_mapped_before_the_recording_may_go():
-    story = Story()
-    story.add(1, 1, "unmap", 16 * KIB)
-    story.add(3, 1, "map", 4 * KIB)
-    story.add(5, 1, "shrink", 16 * KIB)
-    assert [(point.mapped, point.needed) for point in memory_points(story.events)] == [
-        (0, 0),
-        (4 * KIB, 0),
-        (4 * KIB, 0),
-    ]
 
 
 def test_memory_of_a_real_recording(pool):
@@ -235,36 +209,6 @@ def test_memory_of_a_real_recording(pool):
 def line_of(axes, name):
     (line,) = [line for line in axes.get_lines() if line.get_label().startswith(name)]
     return [float(y) for y in line.get_ydata()]
-
-
-@pytest.mark.parametrize("end", ["open", "closed"])
-def test_reserved_addresses_of_tensors_older_than_the_recording(pool, end):
-    t = quarter(pool, 4)
-    other = quarter(pool, 4)  # not in it
-    nbytes = t.nbytes_reserved
-    with vtensor.trace.record() as recording:
-        t.extend(6)
-        made = quarter(pool, 1)
-        made.close()
-        if end == "closed":
-            t.close()
-            pool.wait_idle()
-    reserved = line_of(vtensor.plot.memory(recording), "reserved")
-    assert min(reserved[:3]) * KIB >= nbytes
-    assert reserved[-1] * KIB == (0 if end == "closed" else nbytes), reserved
-    t.close()
-    other.close()
-
-
-def test_memory_of_a_cache_older_than_the_recording(host):
-    cache = vtensor.KVCache(2, 1, 32, 4, 256, torch.float32, pool=host)
-    slot = cache.alloc()
-    with vtensor.trace.record() as recording:
-        cache.step([100, 0, 0, 0])
-    assert slot == 0
-    reserved = line_of(vtensor.plot.memory(recording), "reserved")
-    assert {value * KIB for value in reserved} == {sum(whole.numel() for whole in cache._bytes)}
-    cache.close()
 
 
 def test_a_pool_over_time(pool_factory, tmp_path):
@@ -364,24 +308,6 @@ def test_what_two_have_parted_is_not_shared(host):
     assert axes.get_title(loc="left") == "6 pages mapped, 4 in memory"
 
 
-def test_rows_are_named_by_their_index(pool):
-    t = filled(pool, 4, rows=(2, 3))
-    labels = [tick.get_text() for tick in vtensor.plot.sharing({"k": t}).get_yticklabels()]
-    assert labels == ["k[0, 0]", "k[0, 1]", "k[0, 2]", "k[1, 0]", "k[1, 1]", "k[1, 2]"]
-
-
-def test_a_cache_is_drawn_by_what_it_has():
-    record = SimpleNamespace(row=1, index=0, page_id=5, shared=2, state="shared")
-    stats = SimpleNamespace(nbytes_live=600, nbytes_mapped=1000, pages_cached=2)
-    pool = SimpleNamespace(page_size=100)
-    cache = SimpleNamespace(pages=lambda: [record], stats=lambda: stats, pool=pool)
-    (tick,) = vtensor.plot.sharing(cache).get_yticklabels()
-    assert tick.get_text() == "slot 1"
-    axes = vtensor.plot.fragmentation({"cache": cache})
-    assert [patch.get_width() for patch in axes.patches] == [600, 200, 200]
-    assert any("+66.7%" in text.get_text() for text in axes.texts)
-
-
 def test_drawing_makes_no_driver_call(simcuda):
     t = filled(simcuda, 9)
     before = calls(simcuda)
@@ -435,13 +361,6 @@ def test_an_empty_trace_cannot_be_drawn(draw):
         draw(3)
     with pytest.raises(FileNotFoundError):
         draw("nowhere.json")
-
-
-def test_a_trace_without_memory_has_no_curves():
-    story = Story()
-    story.add(1, 1, "wait")
-    with pytest.raises(vtensor.InvalidArgument, match="maps and grows nothing"):
-        vtensor.plot.memory(story.events)
 
 
 def test_owners_must_have_pages(pool):

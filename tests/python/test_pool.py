@@ -88,17 +88,6 @@ def test_own_pages_come_back_zeroed_where_always_zeroing(pool_factory, kind):
     assert t[:4].eq(255).all() and not t[4:].any()
 
 
-def test_closed_pool_refuses_and_has_closed_its_tensors(pool):
-    t = filled(pool, 5)
-    pool.close()
-    assert pool.closed and t.closed
-    with pytest.raises(vtensor.Closed):
-        quarter(pool, 1)
-    with pytest.raises(vtensor.Closed):
-        t.sum()
-    pool.close()
-
-
 def test_pools_do_not_mix(host, pool_factory):
     other = pool_factory("host", page_size=8192)
     a, b = filled(host, 8, 1), filled(other, 8, 2)

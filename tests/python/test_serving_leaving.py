@@ -10,12 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving_support import LEAVING, PAGE_TOKENS, RANGES, SLOTS, alone, eager, engine_over, opened
-from support import draws, every, simcuda_library
-from test_serving_refusals import Refusing, give, made
-from test_serving_refusals import serve as serve_refused
-from vtensor import DriverError, NoFreeSlot, OutOfPages, TimedOut, testing
+from support import draws, simcuda_library
+from vtensor import testing
 from vtensor.serving import Request, Scheduler
-from vtensor.testing import fail_after
 
 MAX_LEN = 64
 STEP = 0.01  # seconds
@@ -151,48 +148,6 @@ def test_a_long_answer_among_short_requests_without_end():
     serve_it()
     assert any(left)
 
-
-# --- refusals ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [DriverError, OutOfPages, NoFreeSlot, TimedOut, MemoryError])
-def test_any_error_of_any_call_of_the_cache(error):
-    budget, requests = LEAVING
-
-    def run(call):
-        with opened("host", budget, SLOTS) as cache:
-            engine = promised_engine(cache, eager(), token_budget=16)
-            refusing = Refusing(cache, call, error("refused"))
-            give(engine.scheduler, refusing)
-            return engine.scheduler.stats, serve_refused(engine, requests), refusing.calls
-
-    stats, none, calls = run(0)
-    assert stats.left >= 1 and not none
-    assert sum(bool(run(call)[1]) for call in range(1, calls + 1, 2)) > calls // 12
-
-
-@pytest.mark.thorough
-def test_any_refused_driver_call(kind):
-    budget, requests = LEAVING
-
-    def run(call):
-        with opened(kind, budget, SLOTS) as cache:
-            engine = promised_engine(cache, eager(), token_budget=16)
-            before = made(cache)
-            with fail_after(cache.pool, call):
-                refusals = serve_refused(engine, requests)
-            return made(cache) - before, refusals
-
-    calls, none = run(1 << 30)
-    assert not none
-    met = 0
-    for call in range(0, calls, every(1 if kind == "host" else 7)):  # CUDA's runs make more of them
-        try:
-            met += bool(run(call)[1])
-        except BaseException as error:
-            error.add_note(f"driver call {call} was refused")
-            raise
-    assert met > 2
 
 
 # --- who leaves, and when ---------------------------------------------------------------------------------

@@ -15,12 +15,11 @@ from vtensor import testing
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache
 from vtensor.integrations.transformers import VTensorCache, encoder_decoder_cache, install, uninstall
 
 from tiny_models import (
     GREEDY,
-    SIZES,
     SameKernelCache,
     assert_same_content,
     assert_same_output,
@@ -45,12 +44,6 @@ def test_it_is_a_dynamic_cache_of_plain_views(llama, pages):
     assert torch.equal(keys, key) and torch.equal(values, value)
     assert cache.get_seq_length() == 5 and cache.get_mask_sizes(3, 0) == (8, 0)
     assert [k is None for k, _, _ in cache] == [False, True]
-
-
-def test_key_and_value_head_sizes_may_differ(pages):
-    cache = VTensorCache(LlamaConfig(**SIZES | {"head_dim": 24}), 256, pages)
-    keys, values = cache.update(*states(1, 4, head_dim=24), 0)
-    assert keys.shape == (1, 2, 4, 24) and values.shape == (1, 2, 4, 16)
 
 
 def test_early_initialization_maps_nothing(llama, pages):
@@ -92,18 +85,6 @@ def test_reset_gives_all_memory_back_and_takes_other_shapes(llama, pages):
     key, value = states(5, 3)
     keys, _ = ours.update(key.double(), value.double(), 0)
     assert torch.equal(keys, key.double())
-
-
-def test_what_reset_leaves_cached_goes_with_trim(llama):
-    """The pool keeps the pages for the next cache of this shape, which begins without a driver call."""
-    with vtensor.Pool("cpu", budget="64MiB", prefetch=0, cache="32MiB") as pool:
-        ours, _ = filled(llama.config, pool)
-        held = pool.stats().nbytes_held
-        ours.reset()
-        stats = pool.stats()
-        assert stats.pages_active == stats.pages_pinned == 0 and stats.pages_cached > 0
-        assert 0 < stats.nbytes_held <= held
-        assert pool.trim() == stats.nbytes_held and pool.stats().nbytes_held == 0
 
 
 def test_a_cache_sleeps_by_its_own_tag(llama, pages):
@@ -202,16 +183,6 @@ def test_deepcopy_shares_until_either_side_writes(llama, pages):
     testing.check_invariants(pages)
 
 
-def test_deepcopy_in_the_middle_of_generation(llama, pages):
-    ids = prompt()
-    cache = VTensorCache(llama.config, 128, pages)
-    begun = run(llama, cache, ids, do_sample=False, max_new_tokens=5).sequences
-    branch = copy.deepcopy(cache)
-    one = run(llama, cache, begun, **GREEDY).sequences
-    two = run(llama, branch, begun, **GREEDY).sequences
-    assert torch.equal(one, two)
-
-
 @pytest.mark.keeps_pages
 def test_pickle_and_torch_save_are_dense_and_come_back(llama, pages):
     ours, theirs = filled(llama.config, pages, max_len=8192)
@@ -267,34 +238,6 @@ def test_update_is_whole_or_not_at_all(llama, pool_factory, fits):
         for layer in range(2):
             cache.update(*states(2, 80), layer)
     assert cache.get_seq_length() == 0 and pool.stats().pages_used == 0
-
-
-def test_update_rolls_back_when_v_fails_after_k(llama, pages):
-    ours, theirs = filled(llama.config, pages, batch=1, length=64)
-    reached = 0
-    for skip in range(40):
-        try:
-            with testing.fail_after(pages, skip):
-                ours.update(*states(1, 64, seed=3), 0)
-        except vtensor.VTensorError:
-            reached += 1
-            assert [owner.length for owner in ours.layers[0].owners] == [64, 64]
-            assert_same_content(ours, theirs)
-            testing.check_invariants(pages)
-        else:
-            break
-    assert reached >= 2, "the injected failures must reach V"
-    theirs.update(*states(1, 64, seed=3), 0)
-    assert torch.equal(ours.layers[0].values, theirs.layers[0].values)
-
-
-def test_wrong_batch_operation_changes_nothing(llama, pages):
-    ours, theirs = filled(llama.config, pages)
-    with pytest.raises(vtensor.InvalidArgument, match="index 2 is out of range for 2 sequences"):
-        ours.reorder_cache(torch.tensor([0, 2]))
-    with pytest.raises(IndexError, match="out of bounds"):
-        ours.batch_select_indices(torch.tensor([0, 2]))
-    assert_same_content(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -371,15 +314,6 @@ def test_a_dtype_that_changes(llama, pool_factory, kind, first, then):
     testing.check_invariants(pool)
 
 
-def test_a_dtype_of_k_alone_that_changes(llama, pages):
-    ours, theirs = filled(llama.config, pages)
-    key, value = states(2, 1)
-    for cache in (ours, theirs):
-        cache.update(key.double(), value, 0)
-    assert_same_content(ours, theirs)
-    assert ours.layers[0].keys.dtype == torch.float64 and ours.layers[0].values.dtype == torch.float32
-
-
 def test_a_dtype_that_changes_does_so_whole_or_not_at_all(llama, pages):
     """I8: whichever call is refused."""
     ours, theirs = filled(llama.config, pages, batch=1)
@@ -399,15 +333,6 @@ def test_a_dtype_that_changes_does_so_whole_or_not_at_all(llama, pages):
     assert reached >= 4, "the injected failures must reach both copies and both appends"
     theirs.update(key, value, 0)
     assert torch.equal(ours.layers[0].keys, theirs.layers[0].keys)
-
-
-def test_a_prepared_step_of_another_dtype(llama, pages):
-    ours, theirs = filled(llama.config, pages)
-    ours.prepare(1)
-    for cache in (ours, theirs):
-        for layer in range(2):
-            cache.update(*(x.double() for x in states(2, 1)), layer)
-    assert_same_content(ours, theirs)
 
 
 @pytest.mark.parametrize("kept", [slice(1, None), slice(None, None, 2), [2, 0], [-1]])
@@ -448,21 +373,6 @@ def test_assigned_k_and_v(llama, pool_factory, kind):
     assert_same_content(ours, theirs)
 
 
-def test_assigned_while_a_step_is_prepared(llama, pages):
-    ours, theirs = filled(llama.config, pages)
-    ours.prepare(1)
-    for cache in (ours, theirs):
-        cache.layers[0].keys = states(2, 70, seed=8)[0]
-    assert_same_content(ours, theirs)
-
-
-def test_assigned_none_gives_the_memory_back(llama, pages):
-    ours, _ = filled(llama.config, pages)
-    for layer in ours.layers:
-        layer.keys = layer.values = None
-    assert ours.get_seq_length() == 0 and pages.stats().pages_used == 0
-
-
 def test_what_cannot_be_assigned(llama, pages):
     ours, theirs = filled(llama.config, pages)
     with pytest.raises(vtensor.InvalidArgument, match=r"assigned as \[1\]: give \[batch, heads"):
@@ -485,16 +395,6 @@ def test_made_from_states_as_data_parallel_code_does(llama, pages):
         assert made.layers[1].get_seq_length() == 70
         made.reset()
     assert type(ours)(config=llama.config, pool=pages).get_seq_length() == 0
-
-
-def test_offload_on_the_host_moves_nothing(llama, pages):
-    ours, theirs = filled(llama.config, pages)
-    used = pages.stats().pages_used
-    for layer in ours.layers:
-        layer.offload()
-        layer.prefetch()
-    assert pages.stats().pages_used == used
-    assert_same_content(ours, theirs)
 
 
 def test_offload_gives_pages_back_and_keeps_content_and_address(llama, pool_factory):
@@ -554,12 +454,3 @@ def test_without_max_len_addresses_move_and_nothing_is_copied(llama, pages, monk
     assert all(set(old) <= set(new) for old, new in zip(before, after, strict=True))
     assert_same_content(ours, theirs)
     testing.check_invariants(pages)
-
-
-def test_closed_pool_is_an_error_not_a_crash(llama, pool_factory):
-    pool = pool_factory("host", pages=64)
-    cache = VTensorCache(llama.config, 256, pool)
-    run(llama, cache, prompt(), do_sample=False, max_new_tokens=1)
-    pool.close()
-    with pytest.raises(vtensor.Closed):
-        cache.update(*states(), 0)

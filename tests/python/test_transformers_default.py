@@ -41,16 +41,6 @@ def test_default_generate_uses_it_and_gives_the_same_tokens(pages, name):
     assert isinstance(given.past_key_values, EncoderDecoderCache) == model.config.is_encoder_decoder
 
 
-def test_memory_goes_with_the_cache(pages):
-    model = make("Llama")
-    with integration.installed(pages):
-        kept = generate(model, prompt(2, 40)).past_key_values
-        used = pages.stats().pages_used
-        model.generate(prompt(2, 40), **GREEDY)
-    assert used > 0 and pages.stats().pages_used == used
-    assert kept.get_seq_length() == 51
-
-
 @pytest.mark.parametrize(
     ("name", "method"),
     [
@@ -104,17 +94,6 @@ def test_twice_is_an_error(pages):
     with pytest.raises(vtensor.InvalidArgument, match="call uninstall"):
         integration.install()
     integration.uninstall()
-
-
-def test_out_of_pages_is_an_exception_and_the_next_generate_works(pool_factory):
-    pool = pool_factory("host", pages=12)
-    model = make("Llama")
-    expected = generate(model, prompt(1, 40)).sequences
-    with integration.installed(pool):
-        with pytest.raises(vtensor.OutOfPages):
-            generate(model, prompt(1, 40), max_new_tokens=60)
-        assert pool.stats().pages_used == 0
-        assert torch.equal(generate(model, prompt(1, 40)).sequences, expected)
 
 
 def test_generate_on_several_threads(pages):

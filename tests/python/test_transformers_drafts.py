@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from vtensor.integrations.transformers import VTensorCache
 
-from model_zoo import caches, make
+from model_zoo import make
 from tiny_models import assert_same_content, one_thread, prompt, states  # noqa: F401
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
@@ -84,78 +84,6 @@ def test_out_of_pages_in_a_draft_leaves_the_cache_as_before(pool_factory):
     cache.update(*states(1, 4), 0)
     testing.check_invariants(pool)
 
-
-# ---------------------------------------------------------------------- contrastive search
-
-CANDIDATES = 4
-
-
-def contrastive(model, cache, ids, form, tokens=10):
-    """Of the likeliest tokens the one least like what came before. transformers 5 has it outside, so this
-    does to a cache what it does: all candidates as one batch, one after the other, or each on a copy."""
-    forward = {"use_cache": True, "output_hidden_states": True}
-    output = model(ids, past_key_values=cache, **forward)
-    if form == "one after the other":
-        cache.activate_past_recording()
-    context, logits = output.hidden_states[-1], output.logits[:, -1]
-    rows = torch.arange(len(ids))
-    for _ in range(tokens):
-        likely, candidates = logits.softmax(-1).topk(CANDIDATES)
-        if form == "one batch":
-            cache.batch_repeat_interleave(CANDIDATES)
-            output = model(candidates.reshape(-1, 1), past_key_values=cache, **forward)
-            hidden = output.hidden_states[-1].unflatten(0, (-1, CANDIDATES))[:, :, 0]
-            next_logits = output.logits.unflatten(0, (-1, CANDIDATES))[:, :, 0]
-        else:
-            tried = []
-            for candidate in candidates.split(1, dim=1):
-                on = copy.deepcopy(cache) if form == "copies" else cache
-                tried.append(model(candidate, past_key_values=on, **forward))
-                if form == "one after the other":
-                    cache.crop(-1)
-            hidden = torch.cat([output.hidden_states[-1] for output in tried], dim=1)
-            next_logits = torch.cat([output.logits for output in tried], dim=1)
-        likeness = torch.cosine_similarity(hidden[:, :, None], context[:, None], dim=-1).amax(-1)
-        chosen = (0.4 * likely - 0.6 * likeness).argmax(-1)
-        token = candidates[rows, chosen][:, None]
-        if form == "one batch":
-            cache.batch_select_indices(rows * CANDIDATES + chosen)
-        else:
-            model(token, past_key_values=cache, **forward)
-            if form == "one after the other":
-                cache.crop(0)
-        ids = torch.cat([ids, token], dim=1)
-        context = torch.cat([context, hidden[rows, chosen][:, None]], dim=1)
-        logits = next_logits[rows, chosen]
-    return ids
-
-
-@pytest.mark.parametrize("form", ["one batch", "one after the other", "copies"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "DeepSeek-V3", "MiMo-V2"])
-def test_contrastive_search(pages, name, form):
-    model, ids = make(name), prompt(2, 60)
-    ours, theirs = caches(model, pages)
-    with torch.no_grad():
-        expected = contrastive(model, theirs, ids, form)
-        assert torch.equal(contrastive(model, ours, ids, form), expected)
-        greedy = model.generate(ids, do_sample=False, max_new_tokens=10)
-    assert_same_content(ours, theirs)  # I2
-    assert not torch.equal(expected, greedy)  # it did choose
-    testing.check_invariants(pages)
-
-
-def test_candidates_cost_no_copy_of_the_context(pages):
-    """Three pages of context in each row: what they share with their candidates is not written."""
-    model = make("Llama")
-    ours, _ = caches(model, pages)
-    with torch.no_grad():
-        model(prompt(1, 192), past_key_values=ours)
-        before = pages.stats().pages_used
-        ours.batch_repeat_interleave(CANDIDATES)
-        assert pages.stats().pages_used == before
-        model(prompt(CANDIDATES, 1), past_key_values=ours)
-    rows = 2 * 2 * 2  # layers, K and V, heads
-    assert pages.stats().pages_used == before + rows * CANDIDATES  # a page for the new token of each
 
 
 # ---------------------------------------------------------------------- emptied by crop

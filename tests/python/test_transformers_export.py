@@ -37,7 +37,7 @@ def step(cache, token):
     return {"input_ids": token, "past_key_values": cache, "use_cache": True}
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "Mistral"])
+@pytest.mark.parametrize("name", ["Gemma 3"])
 def test_a_filled_cache_is_an_input(pages, name):
     model, ours, theirs = filled(name, pages)
     token = prompt(1, 1, seed=9)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 
@@ -16,7 +13,6 @@ pytest.importorskip("transformers")
 from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicCache,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 from vtensor.integrations.transformers import (
@@ -141,20 +137,6 @@ def test_layers_that_share_anothers_keys_stay_empty(host):
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 
-@pytest.mark.keeps_pages
-@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-@pytest.mark.parametrize("name", LINEAR)
-def test_copies_of_both_kinds_of_states(host, name, copied_by):
-    model = make(name)
-    cache, theirs = caches(model, host)
-    begun = run(model, cache, prompt(2, 40), **GREEDY).sequences
-    expected = run(model, theirs, prompt(2, 40), **GREEDY | {"max_new_tokens": 16}).sequences
-    branch = copied_by(cache)
-    for side in (cache, branch):  # I6
-        assert torch.equal(run(model, side, begun, **GREEDY).sequences, expected)
-    branch.reset()
-
-
 @pytest.mark.parametrize("name", LINEAR)
 def test_out_of_pages_empties_a_cache_whose_linear_states_have_moved_on(pool_factory, name):
     pool = pool_factory("host", pages=10)
@@ -167,34 +149,3 @@ def test_out_of_pages_empties_a_cache_whose_linear_states_have_moved_on(pool_fac
     assert not cache.has_previous_state()
     expected = run(model, theirs, prompt(1, 40), **GREEDY)
     assert_same_output(run(model, cache, prompt(1, 40), **GREEDY), expected)
-
-
-def test_offload_of_both_kinds_of_states(pool_factory):
-    pool = pool_factory("simcuda", pages=64)
-    model = make("Falcon-H1")
-    cache, _ = caches(model, pool)
-    begun = run(model, cache, prompt(1, 40), **GREEDY).sequences
-    plain = caches(model, pool)[0]
-    expected = run(model, plain, prompt(1, 40), **GREEDY | {"max_new_tokens": 16}).sequences
-    plain.reset()
-    for layer in cache.layers:
-        layer.offload()
-    assert pool.stats().pages_mapped == 0
-    assert torch.equal(run(model, cache, begun, **GREEDY).sequences, expected)
-
-
-def test_a_layer_of_a_window_beside_linear_attention(host):
-    layer = VTensorHybridSlidingWindowLayer(8, None, host)
-    theirs = LinearAttentionAndSlidingWindowAttentionLayer(8)
-    for seed, new in enumerate([5, 6, 1]):
-        conv = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(seed))
-        results = []
-        for x in (layer, theirs):
-            x.update_conv_state(conv)
-            results.append(x.update(*states(1, new, seed=seed)))
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-        assert torch.equal(layer.conv_states[0], theirs.conv_states[0])
-    branch = copy.deepcopy(layer)
-    branch.update_conv_state(torch.zeros(1, 4, 3))
-    assert torch.equal(layer.conv_states[0], theirs.conv_states[0])
-    assert branch.get_seq_length() == layer.get_seq_length() == 12

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, EncoderDecoderCache
 from vtensor.integrations.transformers import VTensorCache, encoder_decoder_cache, installed
 
-from model_zoo import halves, make
+from model_zoo import halves
 from rare_models import PROMPT_TUNING, RARE, continued, inputs, make_rare
 from tiny_models import one_thread, prompt  # noqa: F401
 
@@ -133,32 +133,3 @@ def test_block_diffusion(pages, padded):
     further = [diffuse(model, more[:, held:], mask, cache).sequences for cache in (ours, theirs)]
     assert torch.equal(*further)
     assert ours.get_seq_length() == theirs.get_seq_length() == more.shape[1] + 16
-
-
-# ---------------------------------------------------------------------- a plain cache for encoder and decoder
-
-
-@pytest.mark.parametrize("method", ["greedy", "beams"])
-def test_a_plain_cache_for_t5(pages, method):
-    """Of little use: what the encoder read is appended to the decoder's own tokens, at every step again."""
-    model, given = make("T5"), inputs("T5")
-    expected = with_theirs(model, "plain", given, **METHODS[method])
-    assert_same(with_ours(model, "plain", pages, given, **METHODS[method]), expected)
-    assert expected.past_key_values.get_seq_length() == NEW * (1 + 40)
-
-
-def test_a_plain_cache_for_the_forward_of_t5(pages):
-    model, ids = make("T5"), prompt(2, 40)
-    ours, theirs = VTensorCache(model.config, pool=pages), DynamicCache(config=model.config)
-    for tokens in (ids[:, :5], ids[:, 5:6], ids[:, 6:9]):
-        with torch.no_grad():
-            a, b = (
-                model(input_ids=ids, decoder_input_ids=tokens, past_key_values=cache)
-                for cache in (ours, theirs)
-            )
-        assert a.past_key_values is ours
-        torch.testing.assert_close(a.logits, b.logits)
-        for mine, other in zip(ours.layers, theirs.layers, strict=True):
-            torch.testing.assert_close(mine.keys, other.keys)
-            torch.testing.assert_close(mine.values, other.values)
-    assert ours.get_seq_length() == 9 + 3 * 40

@@ -119,12 +119,3 @@ def test_other_attention_takes_them(pages, kind):
     expected = run(model, DynamicCache(config=model.config), prompt(2), **GREEDY)
     given = run(model, VTensorCache(model.config, 128, pages), prompt(2), **GREEDY)
     assert torch.equal(given.sequences, expected.sequences)
-
-
-def test_a_compiled_forward_sees_plain_views(llama, pages):
-    cache = VTensorCache(llama.config, 128, pages)
-    compiled = torch.compile(lambda k, v: cache.update(k, v, 0), backend="eager", fullgraph=True)
-    cache.update(*states(1, 4), 0)
-    cache.prepare(1)
-    assert [type(x) for x in compiled(*states(1, 1, seed=2))] == [torch.Tensor] * 2
-    assert cache.get_seq_length() == 5

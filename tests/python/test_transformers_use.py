@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -38,20 +36,6 @@ def forward(model, cache, ids):
 
 def llama_config(**changes):
     return LlamaConfig(**SIZES | changes)
-
-
-def test_an_equal_config_is_enough(llama, pages):
-    """That of the same model, loaded again, of its body, or that came with a pickled cache."""
-    expected = run(llama, VTensorCache(llama.config, 256, pages), prompt(), **FEW).sequences
-    for config in (llama_config(vocab_size=200), copy.deepcopy(llama.config), llama.model.config):
-        assert torch.equal(run(llama, VTensorCache(config, 256, pages), prompt(), **FEW).sequences, expected)
-    cache = VTensorCache(llama.config, 256, pages)
-    run(llama, cache, prompt(), **FEW)
-    again = copy.deepcopy(llama)
-    expected = run(llama, copy.deepcopy(cache), expected, **FEW).sequences
-    assert torch.equal(run(again, cache, expected[:, :-4], **FEW).sequences, expected)
-    forward(again, cache, prompt(1, 1))
-    forward(llama, cache, prompt(1, 1))
 
 
 def test_the_config_of_a_whole_or_of_its_text_model(pages):
@@ -122,16 +106,3 @@ def test_compiled_halves(pages, name):
     assert cache.self_attention_cache.compiled and cache.cross_attention_cache.compiled
     expected = model.generate(prompt(2, 40), **GREEDY)
     assert torch.equal(run(model, cache, prompt(2, 40), **GREEDY).sequences, expected)
-
-
-@pytest.mark.parametrize("early_exit", [1, 2])
-def test_a_model_that_is_its_own_assistant(pages, early_exit):
-    """With fewer layers, in a generate() and with a cache of its own."""
-    model = make_llama("sdpa", num_hidden_layers=3)
-    method = GREEDY | {"assistant_early_exit": early_exit}
-    expected = model.generate(prompt(), **method)
-    assert torch.equal(
-        run(model, VTensorCache(model.config, None, pages), prompt(), **method).sequences, expected
-    )
-    with installed(pages):
-        assert torch.equal(model.generate(prompt(), **method), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import pytest
@@ -13,26 +12,19 @@ from vtensor import testing
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaForCausalLM, MistralConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from vtensor.integrations.transformers import VTensorCache, VTensorSlidingWindowLayer
 
-from model_zoo import WINDOW, caches, make
+from model_zoo import WINDOW, make
 from tiny_models import (
     RECORDED_WINDOW,
-    SIZES,
-    SameKernelCache,
-    assert_same_content,
-    assert_same_output,
     before,
-    make_llama,
     one_thread,  # noqa: F401
     prompt,
     run,
     states,
 )
 
-CONFIG = MistralConfig(**SIZES | {"sliding_window": WINDOW})
 PAGE = 64  # tokens of one head in a page of 4 KiB
 
 
@@ -93,24 +85,6 @@ def test_nothing_is_copied_when_the_window_moves(pages):
     assert ids >= {r.page_id for owner in layer.owners for r in owner.pages() if r.state == "mapped"}
 
 
-def test_a_long_prompt_leaves_only_the_windows_pages(pages):
-    layer, _ = both(pages)
-    keys, values = layer.update(*states(1, 1000))
-    assert keys.shape[-2] == 1000
-    held = pages.stats().pages_pinned
-    del keys, values
-    assert held > 0 and pages.stats().pages_mapped <= 2 * 2 * 2
-
-
-def test_a_view_outside_keeps_its_bytes_while_the_window_moves(pages):
-    layer, _ = both(pages)
-    view, _ = layer.update(*states(1, 200))
-    kept = view.clone()
-    for token in range(200):
-        layer.update(*states(1, 1, seed=token))
-    assert torch.equal(view, kept)  # I3
-
-
 @pytest.mark.skipif(before("5.18"), reason=RECORDED_WINDOW)
 @pytest.mark.parametrize("prompt", [10, 60])
 @pytest.mark.parametrize("remove", [0, 1, 6])
@@ -157,20 +131,6 @@ def test_beams_and_selections(pages):
     testing.check_invariants(pages)
 
 
-def test_deepcopy_shares_the_window_until_one_side_writes(pages):
-    ours, theirs = both(pages)
-    step((ours, theirs), 200)
-    used = pages.stats().pages_used
-    branch = copy.deepcopy(ours)
-    assert pages.stats().pages_used == used
-    compare((branch, theirs))
-    other = copy.deepcopy(theirs)
-    for seed in range(80):
-        step((branch, other), 1, seed)
-        step((ours, theirs), 1, seed + 500)  # I6
-    testing.check_invariants(pages)
-
-
 @pytest.mark.keeps_pages
 def test_pickle(pages):
     ours, theirs = both(pages)
@@ -179,15 +139,6 @@ def test_pickle(pages):
     compare((back, theirs))
     step((back, theirs), 3)
     back.reset()
-
-
-def test_reset(pages):
-    ours, theirs = both(pages)
-    step((ours, theirs), 100)
-    ours.reset()
-    assert pages.stats().pages_used == 0 and ours.get_seq_length() == 0 and ours.keys is None
-    theirs = DynamicSlidingWindowLayer(WINDOW)  # whose reset() left zeros before 5.18
-    step((ours, theirs), 30)
 
 
 def test_offload_of_a_window(pool_factory):
@@ -238,7 +189,7 @@ def test_update_rolls_back_wherever_a_call_is_refused(pages):
 
 
 @pytest.mark.parametrize("name", ["Gemma 3", "Mistral"])
-@pytest.mark.parametrize("budget", range(9, 17))
+@pytest.mark.parametrize("budget", range(9, 17, 3))
 def test_out_of_pages_in_generate_leaves_every_layer_as_before_the_step(pool_factory, name, budget):
     """I8, with layers of a window beside layers without one."""
     pool = pool_factory("host", pages=budget)
@@ -255,46 +206,3 @@ def test_out_of_pages_in_generate_leaves_every_layer_as_before_the_step(pool_fac
     else:
         assert name == "Mistral"  # all of whose layers fit for ever
     cache.reset()
-
-
-def test_out_of_pages_at_the_prompt_leaves_nothing(pool_factory):
-    """The first layer, which has let go of most of the prompt already, goes back to none."""
-    pool = pool_factory("host", pages=18)
-    model = make("Gemma 3")
-    cache = VTensorCache(model.config, 4096, pool)
-    with pytest.raises(vtensor.OutOfPages):
-        run(model, cache, prompt(1, 200), do_sample=False, max_new_tokens=1)
-    assert [layer.get_seq_length() for layer in cache.layers] == [0, 0]
-    assert pool.stats().pages_mapped == 0
-    ids, method = prompt(1, 60), {"do_sample": False, "max_new_tokens": 4}
-    expected = run(model, SameKernelCache(config=model.config), ids, **method)
-    assert_same_output(run(model, cache, ids, **method), expected)
-
-
-def test_going_on_after_out_of_pages(pool_factory):
-    """I9: after another tensor has given pages back."""
-    model = make("Gemma 3")
-    pool = pool_factory("host", pages=24)
-    other = vtensor.empty(10, 4096, grow_dim=1, capacity=4096, dtype=torch.uint8, pool=pool)
-    ours, theirs = VTensorCache(model.config, 4096, pool), SameKernelCache(config=model.config)
-    with pytest.raises(vtensor.OutOfPages):
-        run(model, ours, prompt(1, 60), do_sample=False, max_new_tokens=200)
-    length = ours.get_seq_length()
-    assert length == 64
-    begun = run(model, theirs, prompt(1, 60), do_sample=False, max_new_tokens=length - 60 + 1)
-    assert_same_content(ours, theirs)
-    other.close()
-    expected = run(model, theirs, begun.sequences, do_sample=False, max_new_tokens=20)
-    assert_same_output(run(model, ours, begun.sequences, do_sample=False, max_new_tokens=20), expected)
-
-
-def test_assisted_decoding(pages):
-    model = make("Gemma 3")
-    assistant = make_llama("sdpa")
-    assert isinstance(assistant, LlamaForCausalLM)
-    ids = prompt(1, 40)
-    ours, theirs = caches(model, pages)
-    method = {"do_sample": False, "max_new_tokens": 20, "assistant_model": assistant}
-    expected = run(model, theirs, ids, **method)
-    assert_same_output(run(model, ours, ids, **method), expected)
-    assert_same_content(ours, theirs)
