@@ -49,11 +49,6 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_there_is_something_to_check() -> None:
-    assert {path.parent.name for path in CPP} == set(MAY_INCLUDE)
-    assert CORE_PYTHON and INTEGRATIONS
-
-
 def test_cpp_layers() -> None:
     wrong = []
     for path in CPP:

@@ -18,11 +18,9 @@ from types import SimpleNamespace
 import pytest
 
 import vtensor
-from support import simcuda_library
 from vtensor import testing
 from vtensor._base import starting
 from vtensor.cli import bench, main
-from vtensor.cli.drivers import granularity, libraries
 from vtensor.cli.limits import limits
 from vtensor.cli.selftest import self_test
 
@@ -76,16 +74,6 @@ def read_all(master: int) -> str:
     return text.decode()
 
 
-def test_info_in_a_terminal(tmp_path: Path) -> None:
-    process, master = start_in_terminal("info", cwd=tmp_path)
-    shown = read_all(master)
-    assert process.wait(60) == 0, shown
-    for word in ("Drivers", "memfd and mmap", "vm.max_map_count", "to raise it: sudo sysctl", "ulimit -n"):
-        assert word in shown, shown
-    assert shown.count("  ok  ") == 4 and "WRONG" not in shown
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_info_as_json(capfd) -> None:
     assert main(["info", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)  # nothing else is on standard output
@@ -119,26 +107,6 @@ def test_info_has_what_a_report_needs_and_no_path_of_the_users(arguments: list[s
     assert "VTENSOR_SIMCUDA" in shown and "PATH" in shown and "vm.max_map_count" in shown
     for path in (str(tmp_path), sys.prefix, str(Path.home()), str(Path(vtensor.__file__).parent), "a-name"):
         assert path not in shown, path
-
-
-def test_info_leaves_paths_that_are_the_same_for_everyone(monkeypatch, capsys) -> None:
-    monkeypatch.setenv("VTENSOR_A", "/proc/self/maps /etc/security/limits.conf docs/errors.md 4/5")
-    monkeypatch.setenv("VTENSOR_B", "file:/home/name/a.so:/srv/b ~/c")
-    assert main(["info"]) == 0
-    shown = capsys.readouterr().out
-    assert "VTENSOR_A /proc/self/maps /etc/security/limits.conf docs/errors.md 4/5," in shown
-    assert "VTENSOR_B file:PATH:PATH PATH" in shown
-
-
-def test_every_driver_is_either_there_or_says_why(capfd) -> None:
-    main(["info", "--json"])
-    drivers = json.loads(capfd.readouterr().out)["drivers"]
-    assert drivers[0]["found"]  # the host's
-    for driver in drivers:
-        assert driver["found"] == (driver["page_size"] is not None)
-        assert driver["detail"]
-        if not driver["found"]:
-            assert ":" in driver["detail"], "what is missing: what to do"
 
 
 @pytest.mark.parametrize("fail", [0, 1, 5])
@@ -199,31 +167,12 @@ def test_limits_read_the_kernels_files(tmp_path: Path) -> None:
     assert {limit.name: limit for limit in limits(tmp_path)}["cgroup memory"].value == 4096
 
 
-def test_limits_without_a_kernels_files(tmp_path: Path) -> None:
-    assert limits(tmp_path)[0].value is None
-
-
 def test_info_says_that_private_copies_cannot_be_seen(tmp_path: Path, capsys) -> None:
     [pagemap] = [limit for limit in limits(tmp_path) if limit.name == "/proc/self/pagemap"]
     assert pagemap.low and "a fork counts" in pagemap.meaning and "/proc" in pagemap.remedy
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/pagemap").write_bytes(bytes(8))
     assert "/proc/self/pagemap" not in {limit.name for limit in limits(tmp_path)}
-
-
-def test_granularity_asks_libcuda() -> None:
-    assert granularity(0, library="libnothing.so") is None
-    if simcuda_library() is None:
-        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
-    with testing.simulated_cuda_pool(simcuda_library(), prefetch=0) as pool:
-        found = granularity(0, library=str(simcuda_library()))
-        assert found and pool.page_size % found == 0
-
-
-def test_libraries_are_found_without_importing_them() -> None:
-    found = {library.name: library.version for library in libraries()}
-    assert found["torch SDPA and FlexAttention"]
-    assert all(library.install for library in libraries())
 
 
 @pytest.mark.parametrize(
@@ -245,15 +194,6 @@ def test_wrong_arguments(arguments: list[str], tells: str, capsys) -> None:
     shown = capsys.readouterr()
     assert tells in shown.err and "usage: python -m" in shown.err
     assert shown.out == ""
-
-
-def test_help(capsys) -> None:
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    for command in ("info", "demo", "bench"):
-        assert command in shown
-    assert main(["bench", "--help"]) == 0
-    assert "--quick" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["--help"]])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -200,51 +197,6 @@ def test_looking_makes_no_driver_call_and_reads_no_element(pool, monkeypatch):
 
 
 # -- in a browser
-
-LIGHT_TEXT, DARK_TEXT = (36, 41, 47), (230, 237, 243)
-
-
-def screenshot(html: str, folder: Path, dark: bool, theme: str = "") -> dict[tuple[int, ...], int]:
-    """The colours of the rendered page, with their pixels."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium: apt-get install chromium")
-    image = pytest.importorskip("PIL.Image")
-    page = folder / "page.html"
-    ground = "#111" if dark else "#fff"
-    page.write_text(
-        f'<html><meta charset="utf-8"/><body {theme} style="background:{ground}">{html}</body></html>'
-    )
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}"] if not theme else []
-    command += [
-        f"--user-data-dir={folder}/profile",
-        f"--screenshot={folder}/page.png",
-        "--window-size=800,300",
-    ]
-    subprocess.run([*command, page.as_uri()], check=True, capture_output=True, timeout=60)
-    drawn = image.open(folder / "page.png").convert("RGB")
-    return {colour: pixels for pixels, colour in drawn.getcolors(1 << 20)}
-
-
-THEMES = {
-    "system_light": (False, ""),
-    "system_dark": (True, ""),
-    "jupyterlab_light": (False, 'data-jp-theme-light="true"'),
-    "jupyterlab_dark": (True, 'data-jp-theme-light="false"'),
-    "vscode_dark": (True, 'class="vscode-dark"'),
-}
-
-
-@pytest.mark.parametrize("dark, theme", THEMES.values(), ids=THEMES)
-def test_a_browser_draws_it_on_light_and_dark_grounds(host, tmp_path, dark, theme):
-    t = filled(host, 32, capacity=64)
-    found = screenshot(t._repr_html_(), tmp_path, dark, theme)
-    mapped = tuple(bytes.fromhex(pages.COLOURS["mapped"][1:]))
-    # 8 of 16 pages to scale, in a strip of 720 by 17
-    assert 0.6 < found.get(mapped, 0) / (8 / 16 * 720 * 17) < 1.2
-    assert found.get(DARK_TEXT if dark else LIGHT_TEXT, 0) > 50
-    assert not found.get(LIGHT_TEXT if dark else DARK_TEXT, 0) > 50
 
 
 def test_runs_end_at_gaps():

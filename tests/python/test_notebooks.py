@@ -41,10 +41,6 @@ def kinds(cell: nbformat.NotebookNode) -> list[str]:
     return found
 
 
-def test_there_are_seven():
-    assert [path.stem[0] for path in NOTEBOOKS] == list("1234567")
-
-
 @notebooks
 @pytest.mark.slow
 @pytest.mark.seconds(200)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vtensor import InvalidArgument
 from vtensor.serving import LengthHistogram, Pace, Promises, Request, SampleGroup
 
 EXACT = 2.0**-10  # sums and products of a few of these are exact
@@ -264,33 +263,3 @@ def test_the_account():
     for _ in range(4):
         made.note_end(group(8, 11, first_token_at=0.0), 10.0)
     assert is_worth(made)
-
-
-# --- bad input --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["tpot", "ttft"])
-@pytest.mark.parametrize("seconds", [0, 0.0, -1, math.inf, math.nan])
-def test_a_promise_of_no_time(name, seconds):
-    with pytest.raises(InvalidArgument, match=rf"\[Promises\] {name} is {seconds}: give seconds over 0"):
-        Promises(**{"tpot": 1.0} | {name: seconds})
-
-
-@pytest.mark.parametrize("tpot", ["soon", None, [1]])
-def test_a_promise_of_no_number(tpot):
-    with pytest.raises(InvalidArgument, match=r"\[Promises\] tpot"):
-        Promises(tpot)
-
-
-@pytest.mark.parametrize("slower", [-0.1, math.inf, math.nan, "much"])
-def test_an_account_of_no_part(slower):
-    with pytest.raises(InvalidArgument, match=r"\[Promises\] slower"):
-        Promises(1.0, slower=slower)
-
-
-@pytest.mark.parametrize("first", [0, -1, math.nan])
-def test_a_first_length_of_no_token(first):
-    with pytest.raises(
-        InvalidArgument, match=rf"\[LengthHistogram\] first is {first}: give at least 1 token"
-    ):
-        LengthHistogram(first)

@@ -18,7 +18,7 @@ from kv_support import UNIT, make_cache
 from operations import NAMES, OPERATIONS, TORCH_OPERATIONS
 from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet, simcuda_library
 from vtensor import testing
-from vtensor.serving import Request
+from vtensor.serving import LengthHistogram, Promises, Request
 from vtensor.testing.kv_model import check_contents, write
 
 needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
@@ -217,6 +217,10 @@ request(<max_new_tokens | samples>=<2.5 | None>) -> whole number
 request(<max_new_tokens | samples>=0) -> at least one
 request(stop=<None | {'stop'}>) -> set of token ids
 request(id=[1]) -> hashable
+Promises(tpot=<0 | -1 | math.inf | math.nan | 'soon' | None | [1]>) -> [Promises] tpot
+Promises(1.0, ttft=<0 | -1 | math.inf | math.nan>) -> [Promises] ttft is
+Promises(1.0, slower=<-0.1 | math.inf | math.nan | 'much'>) -> [Promises] slower
+LengthHistogram(<0 | -1 | math.nan>) -> [LengthHistogram] first is
 """
 NO_REMEDY = "in the arena|there is no block|one block, of at least one part|positions 5 to"  # is to be told
 VALUES = {
@@ -291,7 +295,8 @@ class Scene:
         own = {name: getattr(self, name) for name in ("make", "pool_of", "cache_of", "request")}
         fresh = {"x": torch.ones(2, 1, 5, 7), "kv": torch.ones(1, 2, 32), "two": [torch.ones(2, 2, 32)] * 2}
         modules = {"math": math, "np": np, "testing": testing, "torch": torch, "vtensor": vtensor}
-        return modules | {"UNIT": UNIT, "lengths": lengths} | vars(self) | own | fresh
+        serving = {"LengthHistogram": LengthHistogram, "Promises": Promises}
+        return modules | serving | {"UNIT": UNIT, "lengths": lengths} | vars(self) | own | fresh
 
     def state(self):
         stats = dataclasses.asdict(self.pool.stats())

@@ -81,31 +81,3 @@ def test_actions_are_pinned_by_hash_and_permissions_are_each_jobs_own() -> None:
             assert job["permissions"] and job["timeout-minutes"] <= 120, f"{path.name}: {name}"
         for action in re.findall(r"uses: (.+)", text):
             assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", action), f"{path.name}: {action}"
-
-
-def test_workflows_run_what_runs_by_hand() -> None:
-    """Every step's command names a script or a make target of ours, and it is there."""
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for path in WORKFLOWS:
-        text = path.read_text()
-        for script in re.findall(r"\bscripts/\w+\.\w+|\.ci/run\b", text):
-            assert (ROOT / script).exists(), f"{path.name}: {script}"
-        for target in re.findall(r"\bmake (\w+)", text):
-            assert target in targets, f"{path.name}: make {target}"
-
-
-def test_the_container_has_the_packages_of_the_fresh_debian() -> None:
-    (fresh,) = re.findall(r"^packages=\((.*)\)", (ROOT / "scripts/fresh_debian.sh").read_text(), re.MULTILINE)
-    (container,) = re.findall(
-        r"apt-get install --no-install-recommends --yes (.*) \\", (ROOT / "Dockerfile").read_text()
-    )
-    assert set(container.split()) - {"ca-certificates"} == set(fresh.split())
-
-
-def test_issues_ask_for_the_block_of_info() -> None:
-    templates = [path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
-    assert templates
-    for path in templates:
-        asked = {field["id"]: field for field in yaml.safe_load(path.read_text())["body"]}
-        assert asked["info"]["validations"]["required"]
-        assert "`python -m vtensor info`" in asked["info"]["attributes"]["label"]

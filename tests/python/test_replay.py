@@ -148,11 +148,6 @@ def test_whole_prompts():
     assert more.ttfts == [1.0, 1.0], "a larger budget stays"
 
 
-def test_a_manager_with_a_name_of_its_own():
-    result = replay("mine", StaticCache(100, 2, 50), [Row(0.0, 5, 2)], token_bytes=TOKEN)
-    assert (result.policy, result.finished) == ("mine", 1)
-
-
 def test_the_mapper_has_the_time_of_each_iteration(monkeypatch):
     """And finds the requests queued that came during it. One that is not done is not waited for."""
     seen = []
@@ -257,19 +252,6 @@ def test_calls_on_the_critical_path_take_their_time():
     assert slow.seconds - quick.seconds >= 1.0
 
 
-def test_looking_at_shared_pages_counts_as_no_call():
-    """On the host stats() reads the page table for them; with call_seconds each iteration looks once more."""
-    rows = [Row(30.0 * i, 1000, 200, (1, 2)) for i in range(2)]
-    seldom, often = (
-        served(rows, ["vtensor"], service=ServiceModel(call_seconds=calls))["vtensor"]
-        for calls in ({}, {"mmap": 0.0})
-    )
-    assert seldom.reused_tokens == 992
-    # How many calls the mapper leaves to the caller is a matter of time; looks would be one in each step.
-    assert len(often.samples) >= 400
-    assert often.calls_caller < seldom.calls_caller + 100
-
-
 def test_pages_are_those_of_the_real_sizes():
     """1000 tokens of Llama-3-8B, 65,536 bytes a token and range: 32 pages of 2 MiB in each of 2 ranges."""
     assert scale(LLAMA, PAGE) == 512 and default_layer_group(LLAMA, PAGE) == 32
@@ -364,45 +346,24 @@ def test_the_command_writes_json(tmp_path):
     assert all(0 < result[name] < 0.2 for result in told["results"] for name in names)
 
 
-@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
-def test_the_command_over_the_simulated_driver(tmp_path):
-    ran = command(
-        few_rows(tmp_path), "--policy", "vtensor", "--driver", "simulated", "--memory", "1GiB", "--json"
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout)["results"][0]["finished"] == 10
-
-
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (["--memory", "40GB"], "write it as"),
         (["--model", "gpt"], "pass one of"),
         (["--max-batch", 0], "--max-batch 0"),
-        (["--limit", 0], "--limit 0"),
         (["--speed", 0], "over 0"),
         (["--step-ms", 0], "--step-ms 0"),
         (["--token-budget", 3], "token_budget=3"),
         (["--policy", "static", "--memory", "1MiB"], "give it more"),
         (["--latencies", "nowhere.json"], "nowhere.json cannot be read"),
-        (["--speed", "nan"], "over 0"),
-        (["--speed", "inf"], "over 0"),
         (["--tokens-per-second", "inf"], "--tokens-per-second inf"),
         (["--copy-bandwidth", 0], "--copy-bandwidth 0"),
-        (["--copy-bandwidth", "inf"], "--copy-bandwidth inf"),
         (["--slo-ttft", -1], "--slo-ttft -1.0"),
         (["--slo-tpot", "nan"], "--slo-tpot nan"),
         (["--max-batch", 10**9], "--max-batch 1000000000: it must be at most 65,536"),
-        (["--max-len", 10**30], "at most"),
-        (["--limit", 10**30], "at most"),
-        (["--layer-group", 10**30], "at most"),
-        (["--lookahead", 10**30], "at most"),
         (["--lookahead", -1], "--lookahead -1: it must be at least 0"),
         (["--lookahead", 10**6], "lookahead is 1000000"),
-        (["--memory", "9" * 400 + "GiB"], "write it as"),
-        (["--memory", "9" * 19 + "TiB"], "write it as"),
-        (["--page-size", 10**25], "write it as"),
-        (["--model", "9999999x1x1"], "pass one of"),
     ],
     ids=lambda given: " ".join(map(str, given))[:40] if isinstance(given, list) else "",
 )
@@ -411,27 +372,6 @@ def test_wrong_arguments(tmp_path, capsys, arguments, what):
     captured = capsys.readouterr()
     assert captured.err.startswith("error: [") and what in captured.err and captured.out == ""
     assert captured.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "given",
-    ['{"mmap": NaN}', '{"mmap": Infinity}', '{"mmap": 1e999}', f'{{"mmap": {10**400}}}', "[" * 200_000],
-    ids=lambda given: given[:20],
-)
-def test_wrong_latencies(tmp_path, capsys, given):
-    (tmp_path / "latencies.json").write_text(given)
-    assert run_here(few_rows(tmp_path), "--latencies", tmp_path / "latencies.json") == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("error: [replay] --latencies") and said.err.count("\n") == 1 and not said.out
-
-
-def test_a_trace_of_short_requests(tmp_path, capsys):
-    """With the default look-ahead, which then is all that a request may have; and JSON that is JSON."""
-    trace = azure(tmp_path, "2023-11-16 18:15:46,3,2", "2023-11-16 18:15:47,4,4")
-    assert run_here(trace, "--memory", "1GiB", "--json") == 0
-    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert told["settings"]["max_len"] == 8
-    assert [result["finished"] for result in told["results"]] == [2] * 4
 
 
 def run_here(*arguments):
@@ -455,13 +395,6 @@ def test_the_picture_shows_what_users_feel(tmp_path):
     assert "<!-- whole -->" in texts
 
 
-def test_the_picture_needs_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert run_here(few_rows(tmp_path), "--policy", "paged", "--plot", tmp_path / "replay.png") == 1
-    assert "pip install 'vtensor[plot]'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(capsys, monkeypatch, terminal):
     """After a second; on a terminal over itself, and gone at the end."""
@@ -476,8 +409,3 @@ def test_progress(capsys, monkeypatch, terminal):
         assert shown == "\rat 1.5\x1b[K\rat 2.6\x1b[K\rat 11.6\x1b[K\r\x1b[K"
     else:
         assert shown == "at 1.5\nat 11.6\n"
-
-
-def test_a_malformed_row_ends_the_command_with_its_line(tmp_path, capsys):
-    assert run_here(azure(tmp_path, "2023-11-16 18:15:46,12,none")) == 2
-    assert "trace.csv line 2: GeneratedTokens is 'none'" in capsys.readouterr().err

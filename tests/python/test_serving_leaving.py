@@ -149,7 +149,6 @@ def test_a_long_answer_among_short_requests_without_end():
     assert any(left)
 
 
-
 # --- who leaves, and when ---------------------------------------------------------------------------------
 
 

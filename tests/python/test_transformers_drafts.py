@@ -85,7 +85,6 @@ def test_out_of_pages_in_a_draft_leaves_the_cache_as_before(pool_factory):
     testing.check_invariants(pool)
 
 
-
 # ---------------------------------------------------------------------- emptied by crop
 
 
