@@ -3,8 +3,6 @@ made ready is touched."""
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import pytest
 import torch
@@ -99,14 +97,6 @@ def test_an_append_that_would_broadcast_is_refused(make, seen, backend, queries,
         flash.flash_attn_with_kvcache(noise(*queries), *layer, new, new, **given, backend=backend)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_sdpa_over_a_slot_without_its_rows(make, layout):
-    """Torch takes three dimensions. Of these the shim would not know the slot."""
-    cache = make(layout=layout)
-    k, v = (t[1, :300].transpose(0, 1) for t in by_position(cache))
-    refused(lambda: scaled_dot_product_attention(noise(HEADS, 1, SIZE), k, v), "no rows of tokens")
-
-
 # --- FlashAttention -----------------------------------------------------------------------------------------
 
 
@@ -139,65 +129,6 @@ def test_steps_that_append_in_slots_of_their_own_lengths(make, seen, backend, op
         assert torch.equal(call(k, v), call(*plain))
         for slot in slots:
             assert torch.equal(k[slot, : lengths[slot]], plain[0][slot, : lengths[slot]])
-
-
-def test_an_int_for_all_slots(make):
-    cache = make([33, 33, 40])
-    q, new = noise(3, 1, 4, SIZE, dtype=torch.float32), noise(3, 1, HEADS, SIZE, dtype=torch.float32)
-    plain = [plain_like(t, [33, 33, 40]) for t in cache[1]]
-    out = flash.flash_attn_with_kvcache(q, *cache[1], cache_seqlens=33)
-    assert torch.equal(out, flash.flash_attn_with_kvcache(q, *plain, cache_seqlens=33))
-    refused(
-        lambda: flash.flash_attn_with_kvcache(q, *cache[1], new, new, cache_seqlens=33),
-        "34 tokens of slot 0", "33 ready",
-    )  # fmt: skip
-    refused(lambda: flash.flash_attn_with_kvcache(q, *cache[1], cache_seqlens=34), "34 tokens of slot 0")
-    refused(lambda: flash.flash_attn_with_kvcache(q, *cache[1]), "512 tokens of slot 0")
-    refused(
-        lambda: flash.flash_attn_with_kvcache(q, *cache[1], new, new, cache_seqlens=512), "1 written after"
-    )
-    # Fewer sequences than slots: the first ones.
-    out = flash.flash_attn_with_kvcache(q[:2], *cache[1], cache_seqlens=33)
-    assert torch.equal(out, flash.flash_attn_with_kvcache(q[:2], *plain, cache_seqlens=33))
-
-
-def test_views_of_exactly_the_tokens(make):
-    cache = make()
-    k, v = cache[1]
-    q = noise(1, 3, 4, SIZE, dtype=torch.float32)
-    plain = [plain_like(t, LENGTHS) for t in (k, v)]
-    out = flash.flash_attn_func(q, k[2:, 5:33], v[2:, 5:33], causal=True)
-    assert torch.equal(out, flash.flash_attn_func(q, plain[0][2:, 5:33], plain[1][2:, 5:33], causal=True))
-    refused(lambda: flash.flash_attn_func(q, k[2:, 5:34], v[2:, 5:34]), "34 tokens of slot 2", "33 ready")
-    refused(lambda: flash.flash_attn_func(q, k[1:2, :1], v[1:2, :1]), "slot 1", "0 ready")
-
-
-def test_a_slot_as_packed_tokens(make):
-    cache = make()
-    k, v = (t[0] for t in cache[1])
-    q = noise(5, 4, SIZE, dtype=torch.float32)
-    starts = int32(0, 2, 5), int32(0, 30, 70)
-    plain = [plain_like(t, LENGTHS)[0] for t in cache[1]]
-    out = flash.flash_attn_varlen_func(q, k, v, *starts, 3, 40, causal=True)
-    assert torch.equal(out, flash.flash_attn_varlen_func(q, *plain, *starts, 3, 40, causal=True))
-    further = int32(0, 30, 71)
-    refused(lambda: flash.flash_attn_varlen_func(q, k, v, starts[0], further, 3, 41), "71 tokens of slot 0")
-
-
-def test_rows_of_used_lengths(make, seen):  # noqa: F811
-    """FlashAttention 4's other way to name lengths."""
-    lengths = [70, 1, 33]
-    cache = make(lengths, dtype=torch.bfloat16, tile=256)
-    q, plain = noise(3, 1, 4, SIZE), [plain_like(t, lengths).nan_to_num() for t in cache[1]]
-
-    def call(k, v, *used):
-        return flash.flash_attn_varlen_func(q, k, v, seqused_k=int32(*used), backend="fa4")[0]
-
-    assert torch.equal(call(*cache[1], 60, 1, 33), call(*plain, 60, 1, 33))
-    seen.name = ""
-    refused(lambda: call(*cache[1], 71, 1, 33), "71 tokens of slot 0")
-    refused(lambda: call(*cache[1], 60, 1, 513), "513 positions of row 2", "holds 512")
-    assert seen.name == ""
 
 
 # --- SDPA and FlexAttention ---------------------------------------------------------------------------------
@@ -316,16 +247,3 @@ def test_work_in_a_recorded_stream_is_waited_for(sim, stream_pool):
     sim.release(stream)
     eventually(lambda: pool.stats().pages_pinned == 0)
     cache.close()
-
-
-def test_a_cache_that_is_closed_or_gone(make, pages):
-    cache = make()
-    q = noise(1, 1, HEADS, SIZE, dtype=torch.float32)
-    k, v = (t[2:, :33] for t in cache[1])
-    cache.close()
-    refused(lambda: flash.flash_attn_func(q, k, v), "closed", error=vtensor.Closed)
-    dropped = vtensor.KVCache(1, HEADS, SIZE, 1, MOST, torch.float32, pool=pages)
-    k, v = dropped[0]
-    del dropped
-    gc.collect()
-    refused(lambda: flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=0), "closed", error=vtensor.Closed)
