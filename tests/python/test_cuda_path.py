@@ -36,6 +36,45 @@ pytestmark = needs_simcuda
 # -- the life of a tensor
 
 
+@pytest.mark.parametrize("rows", [(), (2, 3)])
+def test_life_cycle(simcuda, rows):  # I1, I2
+    dim = len(rows)
+    data = values(40, rows)
+    t = tensor(simcuda, 5, rows)
+    address = t.address
+    want = values(5, rows)
+    for n in (1, 3, 4, 17):
+        x = data.narrow(dim, t.length % 7, n)
+        t.append(x)
+        want = torch.cat([want, x], dim)
+    assert same_bytes(t, want) and t.data_ptr() == t.address == address
+    assert_mapped_as_told(t)
+
+    t.shrink(6)
+    t.shrink(5, front=True)
+    want = want.narrow(dim, 5, want.shape[dim] - 11)
+    assert same_bytes(t, want) and t.data_ptr() == address + 5 * 1024  # I1
+    assert_mapped_as_told(t)
+
+    fork = t.fork()
+    assert same_bytes(fork, want)
+    assert_mapped_as_told(t)
+    assert_mapped_as_told(fork)
+
+    ids = [record.page_id for record in t.pages()]
+    moved = t.reallocate(100)
+    assert [record.page_id for record in moved.pages()] == ids  # nothing was copied
+    assert same_bytes(moved, want)
+    t.close()
+    fork.close()
+    moved.truncate(1)
+    assert same_bytes(moved, want.narrow(dim, 0, 1))
+    moved.close()
+    assert simcuda.stats().pages_mapped == 0
+    for page in range(64):
+        assert mapping_at(address + page * 4096)[0] == 0
+
+
 def test_fresh_memory_is_zeroed_and_reused_memory_is_too(simcuda):  # I7
     with tensor(simcuda, 8) as t:
         assert t.ne(0).any()

@@ -96,7 +96,7 @@ arena.<map | unmap | prepare>([<(5, 3) | (-1, 3) | (0, 9 * 4096) | (0, 2**70)>])
 arena.<map | unmap | prepare>([(0, 1.5)]) -> float: give an integer
 arena.<map | unmap | prepare>([3]) -> int: give pairs of bytes
 arena.<map | unmap | prepare>(3) -> intervals is a int
-arena.unmap(<[(4096, 5000)] | [(0, 9), (4096, 5000)] | [(0, 9)] * 3>) -> more often than it was mapped: n
+arena.unmap(<[(0, 5000)] | [(0, 9), (4096, 5000)] | [(0, 9)] * 3>) -> more often than it was mapped: nothing
 vtensor.Arena(<0 | -1 | 2**47 | 2**70>, pool=pool)
 vtensor.Arena(4096, pool=1) -> pool is a int: give a Pool
 vtensor.Arena(4096, pool=pool, tag=None) -> tag
@@ -328,6 +328,9 @@ def scene():
         made = Scene(pool)
         yield made
         check_contents(made.cache, 0, range(10))
+        made.blocks.release([0])
+        made.arena.unmap([(0, 100)])
+        assert made.arena.stats().pages_active == 0
         assert made.cache.swap_in(2) and made.cache.step(lengths(11, UNIT + 1, 4, 7), bands=[0])
 
 
