@@ -335,7 +335,7 @@ def scene():
 
 
 @pytest.mark.keeps_pages
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", LINES, ids=[line.partition(" ->")[0][:70] for line in LINES])
 def test_it_is_refused_in_words(scene, line):
     pattern, _, words = line.partition(" -> ")
     before = scene.state()
