@@ -34,13 +34,6 @@ DECODER = {
 }
 
 
-def _kosmos2():
-    text = {"embed_dim": 32, "layers": 2, "ffn_dim": 64, "attention_heads": 4, "max_position_embeddings": 128}
-    return hf.Kosmos2Config(
-        text_config=TEXT | UNTIED | text, vision_config=VISION, latent_query_num=4, **UNTIED
-    )
-
-
 def _paligemma2():
     text = SIZES | TEXT | UNTIED | {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 16}
     vision = VISION | {"model_type": "siglip_vision_model", "vision_use_head": False}
@@ -71,27 +64,6 @@ def _florence2(encoder_layers: int, decoder_layers: int):
     }
     text = TEXT | DECODER | layers | {"model_type": "bart"}
     return hf.Florence2Config(text_config=text, vision_config=vision, image_token_id=IMAGE)
-
-
-def _pp_formulanet():
-    vision = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "image_size": 64,
-        "window_size": 2,
-        "global_attn_indexes": [0],
-        "mlp_dim": 32,
-        "output_channels": 16,
-        "post_conv_in_channels": 16,
-        "post_conv_mid_channels": 16,
-        "post_conv_out_channels": 16,
-        "decoder_hidden_size": 32,
-    }
-    text = (
-        TEXT | DECODER | {"encoder_layers": 1, "decoder_layers": 2}
-    )  # the encoder is the vision's: 1 is unused
-    return hf.PPFormulaNetConfig(text_config=text, vision_config=vision)
 
 
 def _blt():
@@ -128,11 +100,8 @@ def _diffusion_gemma():
 
 # A model's class, and what makes its config.
 RARE = {
-    "Kosmos-2": (hf.Kosmos2ForConditionalGeneration, _kosmos2),
     "PaliGemma 2": (hf.PaliGemmaForConditionalGeneration, _paligemma2),
-    "Florence-2": (hf.Florence2ForConditionalGeneration, lambda: _florence2(3, 2)),
     "Florence-2, longer decoder": (hf.Florence2ForConditionalGeneration, lambda: _florence2(2, 3)),
-    "PP-FormulaNet": (hf.PPFormulaNetForConditionalGeneration, _pp_formulanet),
     "BLT": (hf.BltForCausalLM, _blt),
     "DiffusionGemma": (hf.DiffusionGemmaForBlockDiffusion, _diffusion_gemma),
 }
@@ -166,22 +135,17 @@ def _spread(parameter_name: str) -> float:
 def inputs(name: str, padded: bool = False) -> dict[str, torch.Tensor]:
     """Two prompts and their images; the second has padding on the left if asked for."""
     noise = torch.Generator().manual_seed(7)
-    if name == "PP-FormulaNet":  # an image is all that it reads
-        return {"pixel_values": torch.rand(2, 3, 64, 64, generator=noise)}
     ids = prompt(2, 40)
     mask = torch.ones_like(ids)
     if padded:
         ids[1, :7] = mask[1, :7] = 0
     given = {"input_ids": ids, "attention_mask": mask}
-    if name in ("Kosmos-2", "PaliGemma 2") or name.startswith("Florence-2"):
+    if name == "PaliGemma 2" or name.startswith("Florence-2"):
         given["pixel_values"] = torch.rand(2, 3, 16, 16, generator=noise)
         parts = 17 if name.startswith("Florence-2") else 4
         image = torch.zeros_like(ids)
         image[:, 10 : 10 + parts] = 1
-        if name == "Kosmos-2":
-            given["image_embeds_position_mask"] = image
-        else:
-            given["input_ids"] = torch.where(image == 1, IMAGE, ids)
+        given["input_ids"] = torch.where(image == 1, IMAGE, ids)
         if name == "PaliGemma 2":  # all is the prefix, whose tokens see each other
             given["token_type_ids"] = torch.zeros_like(ids)
     return given
@@ -193,7 +157,7 @@ def continued(model, given: dict[str, torch.Tensor], sequences: torch.Tensor) ->
     if model.config.is_encoder_decoder:
         return given | {"decoder_input_ids": ids}
     more = dict(given, input_ids=ids)
-    for name, filling in (("attention_mask", 1), ("image_embeds_position_mask", 0), ("token_type_ids", 1)):
+    for name, filling in (("attention_mask", 1), ("token_type_ids", 1)):
         if name in given:
             new = given[name].new_full((2, ids.shape[1] - given[name].shape[1]), filling)
             more[name] = torch.cat([given[name], new], dim=1)

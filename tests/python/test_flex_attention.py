@@ -118,14 +118,14 @@ def test_growing_views_compile_at_most_twice_in_200_steps(pages):
 
 
 @pytest.mark.seconds(200)
-def test_a_full_extent_compiles_once_for_ragged_rows_over_300_steps(pages):
+def test_a_full_extent_compiles_once_for_ragged_rows_over_140_steps(pages):
     """Across pages and tiles; the holes behind the last tile would fault."""
     k, v = cache(pages)
     full = FullExtent(k), FullExtent(v)
     mask = CacheMask(None, ROWS, 1, CAPACITY)
     torch._dynamo.reset()
     before, block_mask, counts = graphs(), mask.block_mask, mask.block_mask.kv_num_blocks
-    for i in range(300):
+    for i in range(140):
         step(k, seed=i), step(v, seed=i + 1000)
         lengths = [k.length, max(1, k.length // 3)]
         mask.update(lengths)
@@ -135,7 +135,7 @@ def test_a_full_extent_compiles_once_for_ragged_rows_over_300_steps(pages):
             assert (out - exact(q, k, v, lengths)).abs().max() < 1e-5
     assert graphs() - before == 1
     assert mask.block_mask is block_mask and block_mask.kv_num_blocks is counts
-    assert counts[:, 0, 0].tolist() == [3, 1]
+    assert counts[:, 0, 0].tolist() == [2, 1]
     close(k, v)
 
 

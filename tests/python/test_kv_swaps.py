@@ -253,7 +253,7 @@ def late(number, frame):
 signal.signal(signal.SIGALRM, late)
 random.seed(5)
 interrupted = 0
-for _ in range(150):
+for _ in range(60):
     try:
         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
         cache.swap_out(slot)
@@ -268,7 +268,7 @@ for _ in range(150):
         assert cache.swap_in(slot)
     cache.wait(slot)
     check_contents(cache, slot, range(1000))
-assert interrupted > 5, interrupted
+assert interrupted > 2, interrupted
 cache.close()
 pool.close()
 """

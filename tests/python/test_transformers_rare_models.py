@@ -17,13 +17,10 @@ from tiny_models import one_thread, prompt  # noqa: F401
 
 NEW = 14
 METHODS = {"greedy": {}, "padded": {}, "beams": {"num_beams": 3}}
-UNPADDED = {("PP-FormulaNet", "padded")}  # its prompts are images alone
 
 # How a model comes to its cache: install() makes it, or it is given one, plain or of two halves.
 WAYS = {name: ("installed", "plain") for name in (*RARE, PROMPT_TUNING) if name != "DiffusionGemma"} | {
-    "Florence-2": ("installed", "halves"),
     "Florence-2, longer decoder": ("installed", "halves"),
-    "PP-FormulaNet": ("installed", "halves"),
     "BLT": ("installed", "plain", "halves"),
 }
 PAIRS = [(name, way) for name in WAYS for way in WAYS[name]]
@@ -44,8 +41,8 @@ def generate(model, given, cache=None, **method):
 def with_theirs(model, way, given, **method):
     if way == "installed":
         return generate(model, given, **method)
-    # The config from which generate() makes its own. DynamicCache of Florence-2's whole config, and of
-    # PP-FormulaNet's, has as many layers as the encoder, and raises IndexError in a decoder of more.
+    # The config from which generate() makes its own. DynamicCache of Florence-2's whole config has as many
+    # layers as the encoder, and raises IndexError in a decoder of more.
     config = model.config.get_text_config(decoder=True)
     own = DynamicCache(config=config)
     cache = own if way == "plain" else EncoderDecoderCache(own, DynamicCache(config=config))
@@ -77,7 +74,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize(
     ("name", "way", "method"),
-    [(*pair, method) for pair in PAIRS for method in METHODS if (pair[0], method) not in UNPADDED],
+    [(*pair, method) for pair in PAIRS for method in METHODS],
 )
 def test_generate(pages, name, way, method):
     model, given = make_rare(name), inputs(name, padded=method == "padded")
@@ -98,10 +95,9 @@ def test_going_on_with_the_cache(pages, name, way):
 
 def test_florence2_has_a_layer_for_each_of_the_decoder(host):
     """As generate()'s own cache has. DynamicCache of the whole config has one for each of the encoder."""
-    for name, layers in (("Florence-2", 2), ("Florence-2, longer decoder", 3)):
-        config = make_rare(name).config
-        assert len(VTensorCache(config, pool=host)) == layers
-        assert len(DynamicCache(config=config.get_text_config(decoder=True))) == layers
+    config = make_rare("Florence-2, longer decoder").config
+    assert len(VTensorCache(config, pool=host)) == 3
+    assert len(DynamicCache(config=config.get_text_config(decoder=True))) == 3
 
 
 # ---------------------------------------------------------------------- DiffusionGemma
