@@ -45,40 +45,34 @@ def report_of(finished: Finished, name: str = "SIGSEGV") -> list[str]:
     return [found[1], lines[1].removeprefix("vtensor: ")]
 
 
-@pytest.mark.parametrize(
-    ("what", "token", "why"),
-    [
-        (
-            "cache[0][0][slot, :100] = 1",
-            0,
-            "the slot has 0 tokens: call step() first, with a length of at least 1",
-        ),
-        (
-            "cache[0][0][slot, 7] = 1",
-            7,
-            "the slot has 0 tokens: call step() first, with a length of at least 8",
-        ),
-        ("has(100); cache[0][0][slot, :200] = 1", 112, "the slot has 100 tokens: call step() first"),
-        (
-            "has(100); cache.truncate(slot, 20); pool.wait_idle(); cache[0][0][slot, :100] = 1",
-            32,
-            "the slot has 20 tokens: call step() first",
-        ),
-        (
-            "has(100); cache.swap_out(slot); cache.wait(slot); cache[0][0][slot, :100] = 1",
-            0,
-            "the slot is swapped out: call swap_in() first",
-        ),
-        (
-            "has(100); cache.free(slot); pool.trim(); cache[0][0][slot, :100] = 1",
-            0,
-            "the slot is free: alloc() names the slots in use",
-        ),
-        ("k = cache[0][0]; cache.close(); k[slot, :100] = 1", 0, "the cache is closed: make a new one"),
-        ("cache[0][0][slot, 1023] = 1", 1023, "the slot has 0 tokens: call step() first"),
-    ],
-)
-def test_a_write_to_a_slot_that_has_no_page_there_is_named(what: str, token: int, why: str) -> None:
+def cases(table: str) -> list[str]:
+    """Of each: what is done, what is named, and why."""
+    return [" ".join(case.split()) for case in re.split(r"\n(?=\S)", table.strip())]
+
+
+NO_PAGE = """
+cache[0][0][slot, :100] = 1
+    -> 0 -> the slot has 0 tokens: call step() first, with a length of at least 1
+cache[0][0][slot, 7] = 1
+    -> 7 -> the slot has 0 tokens: call step() first, with a length of at least 8
+has(100); cache[0][0][slot, :200] = 1
+    -> 112 -> the slot has 100 tokens: call step() first
+has(100); cache.truncate(slot, 20); pool.wait_idle(); cache[0][0][slot, :100] = 1
+    -> 32 -> the slot has 20 tokens: call step() first
+has(100); cache.swap_out(slot); cache.wait(slot); cache[0][0][slot, :100] = 1
+    -> 0 -> the slot is swapped out: call swap_in() first
+has(100); cache.free(slot); pool.trim(); cache[0][0][slot, :100] = 1
+    -> 0 -> the slot is free: alloc() names the slots in use
+k = cache[0][0]; cache.close(); k[slot, :100] = 1
+    -> 0 -> the cache is closed: make a new one
+cache[0][0][slot, 1023] = 1
+    -> 1023 -> the slot has 0 tokens: call step() first
+"""
+
+
+@pytest.mark.parametrize("case", cases(NO_PAGE))
+def test_a_write_to_a_slot_that_has_no_page_there_is_named(case: str) -> None:
+    what, token, why = case.split(" -> ")
     finished = run(CACHE, f"at(cache[0][0])\n{what}")
     named, reason = report_of(finished)
     assert named == (
@@ -167,67 +161,35 @@ def poke(t, position, row=0):
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "position", "why"),
-    [
-        (
-            "t = rows(10); at(t); poke(t, 12)",
-            "position 12",
-            "the tensor has 10 positions: call extend() first",
-        ),
-        (
-            "t = rows(10); t.extend(1); at(t); poke(t, 12)",  # behind no new page
-            "position 12",
-            "the tensor has 11 positions: call extend() first",
-        ),
-        (
-            "t = rows(10); t.extend(20); at(t); poke(t, 40)",
-            "position 40",
-            "the tensor has 30 positions: call extend() first",
-        ),
-        (
-            "t = rows(30); t.shrink(20); at(t); poke(t, 20)",
-            "position 20",
-            "the tensor has 10 positions: call extend() first",
-        ),
-        (
-            "t = rows(30); t.shrink(9, front=True); at(t); poke(t, 30)",
-            "position 30",
-            "the tensor has 21 positions: call extend() first",
-        ),
-        (
-            "t = rows(30); t.shrink(9, front=True); at(t); poke(t, -5)",
-            "memory before the first position",
-            "positions at the front were given back: keep a view",
-        ),
-        (
-            "t = rows(9); f = t.fork(); at(f); poke(f, 13)",
-            "position 13",
-            "the tensor has 9 positions: call extend() first",
-        ),
-        (
-            't = rows(9); at(t); a = t.data_ptr(); pool.sleep(contents="discard"); ctypes.memset(a, 1, 1)',
-            "position 0",
-            "it is asleep: call wake() of its pool first",
-        ),
-        (
-            't = rows(9); at(t); pool.sleep(contents="discard"); pool.wake(); poke(t, 12)',
-            "position 12",
-            "the tensor has 9 positions: call extend() first",
-        ),
-        (
-            "t = rows(9, 90); at(t); poke(t, 91)",
-            "position 91",
-            "the tensor's capacity ends before: check what computed the address",
-        ),
-        (
-            "t = rows(9); v = t[:1]; at(v); a = t.data_ptr(); t.close(); ctypes.memset(a + 90000, 1, 1)",
-            "position 87",
-            "the tensor is closed: keep an alias() of what is needed longer",
-        ),
-    ],
-)
-def test_a_write_past_a_tensors_pages_is_named(what: str, position: str, why: str) -> None:
+PAST_PAGES = """
+t = rows(10); at(t); poke(t, 12)
+    -> position 12 -> the tensor has 10 positions: call extend() first
+t = rows(10); t.extend(1); at(t); poke(t, 12)
+    -> position 12 -> the tensor has 11 positions: call extend() first
+t = rows(10); t.extend(20); at(t); poke(t, 40)
+    -> position 40 -> the tensor has 30 positions: call extend() first
+t = rows(30); t.shrink(20); at(t); poke(t, 20)
+    -> position 20 -> the tensor has 10 positions: call extend() first
+t = rows(30); t.shrink(9, front=True); at(t); poke(t, 30)
+    -> position 30 -> the tensor has 21 positions: call extend() first
+t = rows(30); t.shrink(9, front=True); at(t); poke(t, -5)
+    -> memory before the first position -> positions at the front were given back: keep a view
+t = rows(9); f = t.fork(); at(f); poke(f, 13)
+    -> position 13 -> the tensor has 9 positions: call extend() first
+t = rows(9); at(t); a = t.data_ptr(); pool.sleep(contents="discard"); ctypes.memset(a, 1, 1)
+    -> position 0 -> it is asleep: call wake() of its pool first
+t = rows(9); at(t); pool.sleep(contents="discard"); pool.wake(); poke(t, 12)
+    -> position 12 -> the tensor has 9 positions: call extend() first
+t = rows(9, 90); at(t); poke(t, 91)
+    -> position 91 -> the tensor's capacity ends before: check what computed the address
+t = rows(9); v = t[:1]; at(v); a = t.data_ptr(); t.close(); ctypes.memset(a + 90000, 1, 1)
+    -> position 87 -> the tensor is closed: keep an alias() of what is needed longer
+"""
+
+
+@pytest.mark.parametrize("case", cases(PAST_PAGES))
+def test_a_write_past_a_tensors_pages_is_named(case: str) -> None:
+    what, position, why = case.split(" -> ")
     finished = run(TENSOR, what)
     named, reason = report_of(finished)
     assert named == f"{position} of the VTensor at {finished.out.strip()}"

@@ -142,24 +142,6 @@ def test_paged_copies_the_last_frame_once():
     assert grown(cache, slot, 8) and not cache.copies
 
 
-def test_paged_writes_into_no_frame_that_another_holds():
-    for writer in (0, 1):
-        cache = paged(frames=3)
-        slot = cache.alloc()
-        grown(cache, slot, 6)
-        both = [slot, *cache.fork(slot)]
-        assert grown(cache, both[writer], 7), "one frame is free, and one is needed"
-        assert len(cache.copies) == 1 and cache.copies[0][0] == cache.tables[both[1 - writer]][1]
-
-
-def test_paged_needs_a_frame_less_than_those_who_write():
-    cache = paged(frames=3)
-    slot = cache.alloc()
-    grown(cache, slot, 6)
-    fork = cache.fork(slot)[0]
-    assert cache.step([7 if i in (slot, fork) else 0 for i in range(4)])
-
-
 def test_paged_beams_go_on_with_their_sources():
     cache = FramesWithContents(12, 4, 64, frame_tokens=FRAME)
     engine = Engine(Scheduler(cache, token_budget=16), FakeModel(cache), choose)
