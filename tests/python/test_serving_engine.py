@@ -131,25 +131,6 @@ def test_models(name):
     assert {id: completion.tokens for id, completion in done.items()} == expected
 
 
-def test_stop_tokens():
-    model = make_llama("sdpa")
-    whole = alone(model, Request(0, ids(9, 2), 12))[0]
-    stopped = Request(0, ids(9, 2), 12, stop=frozenset({whole[4]}))
-    with engine_for(model, pages=30) as engine:
-        tokens = engine.run([stopped])[0].tokens
-    assert tokens == [whole[: whole.index(whole[4]) + 1]]
-
-
-def test_a_request_that_cannot_fit_ends_with_its_reason():
-    model = make_llama("sdpa")
-    fits, never = Request("fits", ids(9, 2), 6), Request("never", ids(100, 3), 6)
-    with engine_for(model, pages=8) as engine:
-        done = engine.run([never, fits])
-        expected = fits
-    assert "larger budget" in done["never"].error and done["never"].tokens == [[]]
-    assert done["fits"].tokens == alone(model, expected)
-
-
 def test_a_prompt_of_ids_that_the_model_has_not_is_refused():
     model = make_llama("sdpa")
     good = Request("good", ids(9, 2), 6)

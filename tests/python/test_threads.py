@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import vtensor
+from kv_support import MAX_BATCH, MAX_LEN, UNIT, make_cache
 from support import PER_PAGE, filled, quarter
 from vtensor import testing
 
@@ -384,3 +385,41 @@ def test_the_gil_is_free_while_pages_are_mapped(pool_factory):
 
     run_together(grow, tick)
     assert len(ticks) > 20
+
+
+def test_looks_at_a_cache_beside_its_steps_and_its_close(pool_factory, kind):
+    """lengths, states and counts are read by other threads while one steps, and then closes."""
+    for turn in range(10):
+        pool = pool_factory(kind, pages=400)
+        cache = make_cache(pool, lookahead=UNIT)
+        slots = [cache.alloc() for _ in range(MAX_BATCH)]
+        errors = []
+        looked = threading.Event()
+        looks = [0]
+
+        def look(cache=cache, slots=slots, errors=errors, looked=looked, looks=looks):
+            try:
+                while True:
+                    assert all(0 <= n <= MAX_LEN for n in cache.lengths)
+                    assert cache.stats().slots_used in (MAX_BATCH, 0)
+                    cache.length(slots[0])
+                    repr(cache)
+                    looks[0] += 1
+                    looked.set()
+            except vtensor.Closed:
+                pass
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=look, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for length in range(1, MAX_LEN, 1 + turn):
+            assert cache.step([length] * MAX_BATCH)
+        assert looked.wait(20)
+        cache.close()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert not errors
+        pool.close()
