@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import vtensor
 from interrupts import at_every_bytecode, place
-from scenes import MORE, TABLE, Asleep, Awake, Cache
+from scenes import MORE, TABLE, Awake, Cache
 from support import draws, every, filled, open_pool, quarter
 from vtensor import testing
 
@@ -48,7 +48,7 @@ def after(kind: str, make: type, run, name: str):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if ALL[n][0] in (Awake, Asleep) else n for n in ALL]
+    "name", [pytest.param(n, marks=pytest.mark.slow) if ALL[n][0] is Awake else n for n in ALL]
 )
 def test_an_operation_is_whole(kind, name):
     make, run = ALL[name]
