@@ -58,7 +58,7 @@ DriverError CudaCalls::refusal(const char* operation, Call call, CUresult code) 
   return DriverError(
       std::string(vtensor::name_of(call)), static_cast<long>(code), name,
       text("[driver.", operation, "] ", vtensor::name_of(call), " on cuda:", device, " answered ",
-           name, " (", code, "): what the operation had done is undone; if other CUDA calls fail ",
+           name, " (", code, "): the operation did not happen; if other CUDA calls fail ",
            "too, the device is in error and the process must be restarted"));
 }
 

@@ -81,7 +81,7 @@ TEST_CASE_TEMPLATE("a batch maps runs in several ranges", T, SUBJECTS) {
                                      {batch.places[3], handles.subspan(3, 1)},
                                      {batch.places[0], handles.subspan(0, 2)},
                                      {batch.places[2], handles.subspan(2, 1)}};
-  batch.driver->map(runs, Access::writable, batch.mapped);
+  batch.driver->map(runs, Access::writable, batch.mapped = 0);
   batch.check_mapped(Access::writable);
   batch.unmap_all();
   batch.driver->map({}, Access::writable, batch.mapped = 0);

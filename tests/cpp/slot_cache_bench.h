@@ -372,6 +372,7 @@ void refuse_each_call(const std::function<void(Scene<T>&)>& arrange,
         done = true;
       } catch (const OutOfPages&) {
       } catch (const DriverError&) {
+      } catch (const TimedOut&) {
       }
       scene.pool->driver().meter().disarm();
       reached = scene.calls() - before > skip;

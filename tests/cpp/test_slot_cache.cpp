@@ -142,7 +142,7 @@ TEST_CASE_TEMPLATE("a slot with pages that came and cannot go is given out once 
   std::size_t left = 0;  // runs in which pages stayed
   for (std::uint64_t skip = 0; skip < 40; ++skip) {
     CAPTURE(skip);
-    Bench<T> bench({2, 16, 1, 0, {{1, kPage, 0}}}, 64);
+    Bench<T> bench({2, 16, 1, 0, {{2, kPage, 0}}}, 64);
     const std::size_t slot = bench.alloc();
     bench.alloc();
     bench.pool->driver().meter().fail_after(skip, 1'000'000);

@@ -8,8 +8,8 @@ import ctypes
 import pytest
 
 import vtensor
-from cuda_support import needs_simcuda, tensor
-from support import calls, same_bytes, simcuda_control
+from cuda_support import needs_simcuda, tensor, values
+from support import calls, same_bytes, simcuda_control, simcuda_disarm
 from vtensor import testing
 
 pytestmark = needs_simcuda
@@ -112,6 +112,23 @@ def test_refused_giving_back_is_tried_again(simcuda, call):  # I14
     simcuda.wait_idle(timeout=10)
     simcuda.trim()
     assert simcuda.stats().pages_mapped == 0
+
+
+def test_pages_that_came_and_cannot_go_are_used_for_nothing(simcuda):
+    """They came without access. Until they are unmapped nothing else is mapped there (I3, I8)."""
+    t = tensor(simcuda, 1)
+    used = simcuda.stats().pages_used
+    refuse_in_library("cuMemSetAccess", 0, 1, UNKNOWN)
+    refuse_in_library("cuMemUnmap", 0, 1_000, UNKNOWN)
+    for _ in range(3):  # in the first, the refusal of the access comes before
+        with pytest.raises(vtensor.DriverError, match="cuMemUnmap"):
+            t.extend(20)
+        stats = simcuda.stats()
+        assert t.length == 1 and stats.pages_pinned == stats.pages_used - used > 0
+        testing.check_invariants(simcuda)
+    simcuda_disarm()
+    assert not t.extend(20)[1:].any()
+    assert simcuda.stats().pages_pinned == 0
 
 
 def test_a_refusal_names_the_call_and_the_answer(simcuda):
