@@ -30,8 +30,9 @@ unpack_debian() {
 }
 # pip decides by this machine what torch needs, so that is named. The oldest torch has no CUDA on aarch64.
 install_wheel() {
+  local platform=${1##*-}
   python3 -m pip install -q --no-deps --only-binary :all: --python-version 3.13 --target "$root/packages" \
-    --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 "$1" numpy \
+    --platform "${platform%.whl}" --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 "$1" numpy \
     "torch==$(oldest torch)" filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing_extensions
 }
 try_wheel() {
