@@ -1,4 +1,4 @@
-// Clients with cached pages: freed ones, each for the next tensor of its shape, and arenas.
+// Clients with cached pages: freed buffers, for the next tensor of their shape, and arenas.
 #pragma once
 
 #include <cstddef>
@@ -23,24 +23,24 @@ class CachedClients {
   // The oldest first.
   ClientList::Iterator begin() const { return all_.begin(); }
   ClientList::Iterator end() const { return all_.end(); }
-  // Counted pages of all of them.
+  // Cached pages that count against the pool's `cache` limit.
   std::size_t pages() const { return pages_; }
   // The oldest with a range of its own; null if there is none.
   std::shared_ptr<Client> oldest_unplaced() const VT_LOCKED;
-  // The last freed of exactly this shape that can be reused, preferably one that is not busy; null
-  // if there is none.
+  // The last freed client of exactly this shape that can be reused, preferably one that is not
+  // busy; null if there is none.
   std::shared_ptr<Client> find(const RowShape& shape) const VT_LOCKED;
 
   // `unclean`: its pages may have to be zeroed.
   void add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) VT_LOCKED;
-  // One that gives up cached pages of its own, and is not reused.
+  // Adds a client that can be evicted, and not reused: an arena.
   void add_evictable(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
   void remove(Client& client, std::size_t pages) VT_LOCKED;
 
-  // One whose pages may have to be zeroed, cached or with an owner. Nothing if it is listed.
+  // Adds a client, cached or owned, with pages to be zeroed. Does nothing if it is listed.
   void add_unclean(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
 
-  // Those whose pages may have to be zeroed.
+  // Clients with pages to be zeroed.
   ClientList unclean;
 
  private:

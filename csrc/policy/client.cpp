@@ -109,7 +109,7 @@ std::exception_ptr Client::take_error() {
 }
 
 void Client::raise_if_asleep() const {
-  if (asleep.load(std::memory_order_acquire) == 0) return;  // after what woke it
+  if (asleep.load(std::memory_order_acquire) == 0) return;  // pairs with the release of waking
   throw Asleep("[vtensor] the ", noun(),
                " is asleep, without memory: call wake() of its pool first");
 }
@@ -176,7 +176,7 @@ void Client::enter_ahead(Reservation::Arrival& arrival) {
 }
 
 void Client::give_back_unused() noexcept {
-  if (busy_) return;  // the end of that comes here again
+  if (busy_) return;  // end_hold calls it again
   if (!pool_->looks_ahead() || pool_->store().broken()) {
     if (!settle(nullptr)) pool_->settle_later(shared_from_this());
     return;

@@ -1,6 +1,6 @@
-// A holder of pages: a range of addresses, how its pages come ahead of need, and how they leave
-// after the work that may use them. Tensors and arenas derive from it, and say which pages these
-// are. The pool keeps lists of its clients, and its worker does their work for them.
+// A holder of pages: an address range whose pages are mapped ahead of need and unmapped after the
+// work that may use them. Buffer and Arena derive from it and decide which pages these are. The
+// pool has lists of its clients; its worker maps and unmaps for them.
 #pragma once
 
 #include <atomic>
@@ -38,7 +38,7 @@ class Client : public std::enable_shared_from_this<Client> {
   Reservation& range() { return range_; }
   const Reservation& range() const { return range_; }
 
-  // Link it into the pool's lists.
+  // Nodes of the pool's lists that the client can be in.
   struct Hooks {
     ClientList::Hook unsettled, wanting, cached, cached_alike, unclean;
     std::size_t announced = 0;  // pages that WantingClients keeps for it
@@ -47,22 +47,22 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // -- for its owner
 
-  // Throws if its pool is broken, and Asleep if it is asleep; and, once, what the driver refused
+  // Throws if its pool is broken, Asleep if the client sleeps, and, once, what the driver refused
   // the mapper for it (I10).
   void raise_error();
   void raise_if_asleep() const;
-  // Work in the caller's stream uses the pages: they are unmapped only after it.
+  // Work in the caller's stream uses the pages: they are unmapped only after that work.
   void use(const Caller& caller);
   void note(const Caller& caller) VT_LOCKED { work_.note(caller); }
-  // The owner leaves: pages and addresses go as the generations over them end, or are cached. Never
-  // blocks, never throws (I11). Takes effect before the lock is next let go. To be called once.
+  // The owner leaves: pages are cached, or unmapped as the generations over them end. Never blocks,
+  // never throws (I11). Takes effect before the lock is next released. Requires: called once.
   void abandon() noexcept;
   std::vector<PageRecord> pages();
 
   // -- for operations that change what is mapped
 
-  // Marks the client busy, so that the mapper keeps off and the lock can be let go. Throws
-  // TimedOut.
+  // Marks the client busy for a scope: no other thread changes its mappings while the lock is
+  // released. Throws TimedOut.
   class Busy {
    public:
     Busy(Client& client, PoolLock& lock, const Caller& caller) VT_LOCKED : client_(client) {
@@ -75,7 +75,7 @@ class Client : public std::enable_shared_from_this<Client> {
    private:
     Client& client_;
   };
-  // The same in two steps.
+  // Busy in two steps.
   void hold(PoolLock& lock, const Caller& caller) VT_LOCKED;
   void end_hold() noexcept VT_LOCKED;
   // Waits until no thread makes driver calls for it, and what operations that failed had mapped is
@@ -83,69 +83,69 @@ class Client : public std::enable_shared_from_this<Client> {
   // what the driver refuses, and TimedOut.
   bool await_turn(PoolLock& lock, const Caller& caller) VT_LOCKED;
   // Throws if the caller's stream is being captured, because driver work would become part of the
-  // graph, or break it, and if it is not the driver's own.
+  // graph or break it, or if the stream is not of the driver's context.
   void require_no_capture(const Caller& caller) const;
-  // Whether all work has passed that must be done before ready or cached pages are used.
+  // Whether all fences of ready_after_ have passed.
   bool is_quiet() VT_LOCKED { return all_passed(driver_, ready_after_); }
-  // Work that is launched in `stream` from now on waits for that.
+  // Work launched in `stream` from now on waits for the fences of ready_after_.
   void order(Stream stream) const VT_LOCKED {
     for (const FencePtr& fence : ready_after_) driver_.order(stream, *fence);
   }
 
   // -- ends
 
-  // One of its generations has ended; the owner has left.
+  // A generation of the client has ended (forget); the owner has left (leave).
   virtual void forget(const Generation* generation) noexcept VT_LOCKED = 0;
   virtual void leave() noexcept VT_LOCKED = 0;
 
-  // -- what is given back
+  // -- unmapping
 
-  // Gives back what nothing needs any more: now, or as soon as it may go.
+  // Unmaps pages that nothing needs: now, or once their fences have passed.
   virtual void give_back_unused() noexcept VT_LOCKED;
-  // Unmaps what nothing needs, if its fences have passed, and frees the range after the owner has
-  // left. False if something is left to do; `refusal` is what the driver refused then, if it did.
-  // Lets the lock go meanwhile, unless it is null: a deleter cannot.
+  // Unmaps pages that nothing needs and whose fences have passed, and frees the range if the owner
+  // has left. False if pages are left; `refusal` is then the driver's refusal, if there was one.
+  // Releases the lock meanwhile, unless `lock` is null: a deleter cannot.
   bool settle(PoolLock* lock) noexcept VT_LOCKED;
   const std::exception_ptr& refusal() const VT_LOCKED { return unmap_.refusal(); }
-  // An upper bound of the mapped pages that are on their way out; 0 if their unmapping was refused.
+  // An upper bound of the pages that wait to be unmapped; 0 if their unmapping was refused.
   virtual std::size_t pages_leaving() const VT_LOCKED = 0;
-  // Gives up what is ready ahead of need; returns the number of pages.
+  // Unmaps prefetched pages; returns how many.
   virtual std::size_t drop_ahead() VT_LOCKED = 0;
 
   // -- reuse
 
-  // Whether it lies in the range of another client, which bounds what it may keep.
+  // Whether it lies in the range of another client. Its cached pages are then not limited.
   virtual bool placed() const = 0;
-  // Whether it is cached, and nothing else of it is mapped: pages on their way out would come back
-  // as the next owner's (I7).
+  // Whether it is cached and has no other pages: pages that are leaving would be taken back by the
+  // next owner (I7).
   virtual bool reusable() const VT_LOCKED { return false; }
-  // Gives up cached pages.
+  // Unmaps cached pages.
   virtual void evict() VT_LOCKED = 0;
 
-  // -- the worker's tasks: claimed, carried out without the lock, and entered. The client is busy
-  // in between.
+  // -- the worker's tasks: claimed, carried out without the lock, entered. The client is busy in
+  // between.
 
-  // Another thread works on it, or waits to: the worker leaves it alone.
+  // Whether another thread changes its mappings, or waits to: the worker leaves it alone.
   bool busy() const VT_LOCKED { return busy_ || waiting_ != 0; }
 
-  // Maps up to `pages` of the pages that it wants ahead. False if it wants none, or can have none.
+  // Claims up to `pages` of the pages that it wants ahead. False if it wants or can have none.
   bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED;
   void enter_ahead(Reservation::Arrival& arrival) VT_LOCKED;
-  // Pages that it wants and has not.
+  // Pages wanted ahead that are not mapped.
   virtual std::size_t missing_ahead() const VT_LOCKED = 0;
   virtual bool wants() const VT_LOCKED = 0;
 
-  // Pages on their way out.
+  // Pages being unmapped.
   struct Departure : Reservation::Departure {
     std::vector<Interval> indices;
   };
   enum class Claim : std::uint8_t { claimed, waits, refused, done };
-  // Unmaps about `pages` pages of what is to go.
+  // Claims about `pages` of the pages that wait to be unmapped.
   Claim claim_back(Departure& departure, std::size_t pages) noexcept VT_LOCKED;
   virtual void enter_back(Departure& departure) VT_LOCKED;
 
-  // Zeroes up to `pages` pages that its last owner left, once that owner's work is done. Whether
-  // there may be some; the task.
+  // Zeroing of pages that the last owner left, once that owner's work has passed: whether there are
+  // such pages; claims up to `pages` of them.
   virtual bool to_clean() const VT_LOCKED { return false; }
   virtual bool claim_cleaning(std::vector<Reservation::Run>&, std::size_t /*pages*/) VT_LOCKED {
     return false;
@@ -156,23 +156,25 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // -- sleep (see sleep.h)
 
-  // The number of the sleep that it is in; 0 if it is awake. Operations are refused meanwhile.
+  // The number of the sleep that the client is in; 0 if it is awake. Operations are refused while
+  // it sleeps.
   std::atomic<std::uint64_t> asleep{0};
-  // Fences after all work launched so far that may use its pages; whether a lease announces more.
+  // Fences after all work launched so far that may use its pages; whether a lease announces more
+  // work.
   std::vector<FencePtr> fences() const VT_LOCKED;
   bool leased() const VT_LOCKED;
-  // It woke without its contents: each page shows zeros, as if it had come just now.
+  // The client woke without its contents: each page counts as a new arrival that shows zeros.
   virtual void lose_contents() noexcept VT_LOCKED {}
-  // For reports of faults: whether its range is asleep.
+  // Has reports of faults say whether its range is asleep.
   void explain_asleep(bool asleep) noexcept VT_LOCKED {
     if (known_) known_->set_asleep(asleep);
   }
 
   // -- reports
 
-  // What the driver refused the worker for it, once.
+  // What the driver refused the worker for it; null if nothing, or if it was taken before.
   std::exception_ptr take_error() VT_LOCKED;
-  // Adds its pages. Those that sleep are no mapped ones.
+  // Adds its pages to `counts`. Pages that sleep do not count as mapped.
   void count(PoolCounts& counts) const VT_LOCKED;
   // Throws an Error that names the violated invariant.
   virtual void check(std::unordered_map<const Page*, PageUse>& uses) const VT_LOCKED = 0;
@@ -188,29 +190,29 @@ class Client : public std::enable_shared_from_this<Client> {
   std::uint64_t join(Address base, std::unique_ptr<faults::Range> report, const Caller& caller)
       VT_LOCKED;
 
-  // Adds its page table's entries, asleep or not.
+  // Adds the entries of its page table to `counts`, asleep or not.
   virtual void add_to(PoolCounts& counts) const VT_LOCKED = 0;
-  // What it is, for messages.
+  // "tensor" or "arena", for messages.
   virtual const char* noun() const = 0;
-  // What its users are to do if a capture refuses driver calls.
+  // Advice for users whose capture refuses driver calls.
   virtual const char* capture_advice() const = 0;
-  // Of a mapped page that its owner does not use, why it is mapped; null if the owner does.
+  // Why a mapped page is mapped that its owner does not use; null if the owner uses it.
   virtual const char* why_mapped(std::size_t index) const VT_LOCKED = 0;
-  // Of what was touched, mapped pages that nothing needs.
+  // Mapped pages that nothing needs, among the touched ones.
   virtual std::vector<Interval> uncovered() const VT_LOCKED = 0;
-  // Whether it is out of reach, and its range is to go.
+  // Whether the owner has left and no generation is left, so that the range is to be freed.
   virtual bool ends() const VT_LOCKED { return !owned_ && reserved_ && generations_.empty(); }
   virtual void free_range() VT_LOCKED;
   // Adds empty pages that it wants ahead, up to `pages`, and the pages to be mapped there if these
   // are shared.
   virtual void find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED = 0;
-  // It wants nothing more ahead, or can have nothing.
+  // Stops wanting pages ahead.
   virtual void give_up_ahead() VT_LOCKED = 0;
-  // Pages that it wanted ahead have come, or were refused.
+  // Pages that it wanted ahead were mapped or refused.
   virtual void arrived_ahead(const Reservation::Arrival& arrival) VT_LOCKED = 0;
 
   void failed(std::exception_ptr error) VT_LOCKED;
-  // What a storage holds that needs these pages of every row, or the pages of these bytes.
+  // A generation that covers `indices` of every row, or an arena's pages of `bytes`.
   Generation* publish_locked(Interval indices, Interval bytes = {}) VT_LOCKED;
   // For `find_missing`: adds the empty pages of `indices` of every row, as far as `pages` reaches,
   // which counts them down.
@@ -220,30 +222,30 @@ class Client : public std::enable_shared_from_this<Client> {
   Driver& driver_;
   const RowShape shape_;
   Reservation range_;
-  faults::Known known_;               // its range, to reports of faults; null if it is placed
+  faults::Known known_;               // its range in reports of faults; null if it is placed
   bool owned_ VT_GUARDED = true;      // the owner has not left
-  bool reserved_ VT_GUARDED = false;  // the range is ours
+  bool reserved_ VT_GUARDED = false;  // the range is not freed yet
   bool busy_ VT_GUARDED = false;      // a thread makes driver calls for it without the lock
-  // Callers that wait until it is not busy; the mapper lets them go first.
+  // Callers that wait until the client is not busy; the mapper lets them go first.
   std::size_t waiting_ VT_GUARDED = 0;
   PendingUnmap unmap_ VT_GUARDED;
-  // What must be done before ready or cached pages are used.
+  // Fences that the next stream to use ready or cached pages waits for.
   std::vector<FencePtr> ready_after_ VT_GUARDED;
   PendingWork work_ VT_GUARDED;
   Generations generations_ VT_GUARDED;
-  // Made ahead: leaving cannot fail.
+  // Made in advance, so that `abandon` cannot fail.
   std::unique_ptr<Generation> owner_end_ = std::make_unique<Generation>();
 
  private:
-  // Whether something is on its way out. Notes what must be done before it may go.
+  // Moves uncovered pages to unmap_, with the fences that they wait for. Whether any page waits.
   bool begin_unmapping() VT_LOCKED;
-  // Frees the range of a client that ends. False if something is left in it.
+  // Frees the range of a client that ends. False if pages are left in it.
   bool release_range() VT_LOCKED;
-  // About `pages` pages of what waits. False if the work that may touch them is not done.
+  // Takes about `pages` of the waiting pages. False if their fences have not passed.
   bool claim_departure(Departure& departure, std::size_t pages) VT_LOCKED;
 
-  std::exception_ptr error_ VT_GUARDED;  // of the mapper, not yet raised
-  std::atomic<bool> failed_{false};      // there is one: read without the lock
+  std::exception_ptr error_ VT_GUARDED;  // what the driver refused the mapper, not yet raised
+  std::atomic<bool> failed_{false};      // error_ is set: read without the lock
 };
 
 }  // namespace vtensor

@@ -1,7 +1,7 @@
-// A pool: the clients that hold pages of one device, what they want and give back, and the worker
-// that does it for them. Its store has the page handles and the budget. Its lock is the one lock of
-// the core, and guards page tables and generations of its clients too. A thread that has marked a
-// client busy makes driver calls that take long without it.
+// A pool: the pages of one device, the clients that hold them, and the worker that maps and unmaps
+// for them. Its store has the page handles and the budget. Its lock is the one lock of the core: it
+// guards the page tables and generations of all clients. Long driver calls are made without it, by
+// a thread that has marked the client busy.
 #pragma once
 
 #include <atomic>
@@ -36,25 +36,25 @@ namespace vtensor {
 struct PoolCounts {
   std::size_t budget_pages = 0;
   std::size_t used = 0;            // handles in use, and private copies
-  std::size_t asleep = 0;          // pages without memory, beside the used ones
+  std::size_t asleep = 0;          // pages without memory; not in `used`
   std::size_t private_copies = 0;  // pages that the kernel copied at a write; without a handle
   std::size_t spare = 0;           // free handles whose memory is made
-  std::size_t in_page_sets = 0;    // references to pages that are kept without a mapping
+  std::size_t in_page_sets = 0;    // references that page sets have
   std::size_t mapped = 0;          // page table entries
-  std::size_t active = 0;          // of these, what lengths need
-  std::size_t prefetched = 0;      // what is ready beyond that
-  std::size_t cached = 0;          // what freed tensors left for the next one
-  std::size_t pinned = 0;          // what only old generations hold, or waits to be unmapped
-  std::size_t orphaned = 0;        // of the pinned, what belongs to no tensor any more
+  std::size_t active = 0;          // of the mapped: in the owners' extents
+  std::size_t prefetched = 0;      // of the mapped: ready past the extents
+  std::size_t cached = 0;          // of the mapped: left by freed tensors for the next ones
+  std::size_t pinned = 0;          // of the mapped: held by generations alone, or leaving
+  std::size_t orphaned = 0;        // of the pinned: their tensor is gone
   std::size_t reserved_pages = 0;
-  std::size_t buffers = 0;         // whose tensor is open
+  std::size_t buffers = 0;         // open tensors, slots and arenas
   std::size_t held_elsewhere = 0;  // bytes, by the other pools of a shared budget
 };
 
-// Since the pool was made.
+// Counts since the pool was made.
 struct PoolEvents {
-  std::uint64_t growths_ready = 0;   // growths into new pages that found them ready
-  std::uint64_t growths_mapped = 0;  // and that had to make driver calls
+  std::uint64_t growths_ready = 0;   // growths into new pages that were ready
+  std::uint64_t growths_mapped = 0;  // growths into new pages that made driver calls
   std::uint64_t pages_recycled = 0;  // see PageStore
   std::uint64_t pages_fresh = 0;
   std::uint64_t tensors_reused = 0;  // tensors that began on a cached tensor's pages
@@ -79,7 +79,7 @@ class Shrinker {
 
 class PagePool final : public PoolMutex, public std::enable_shared_from_this<PagePool> {
  public:
-  // Throws InvalidArgument if the budget is below one page, and what joining a shared one does.
+  // Throws InvalidArgument if the budget is below one page, and as joining a shared budget does.
   static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver,
                                           const PoolOptions& options);
   ~PagePool();
@@ -106,16 +106,16 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Pages that the other pools of a shared budget hold and could give up. Asks them, and waits a
   // moment for their answers.
   std::size_t spared_elsewhere();
-  // Gives cached and free memory back; returns how many pages. What waits to be unmapped goes
-  // first.
+  // Gives cached and spare memory back to the device, after unmapping what waits for it; returns
+  // how many pages.
   std::size_t trim();
-  // Returns once nothing is left to do in the background. Throws the driver's error if something
-  // cannot be unmapped, and TimedOut.
+  // Waits until the worker has nothing to do. Throws the driver's error if pages cannot be
+  // unmapped, and TimedOut.
   void wait_idle(std::chrono::nanoseconds timeout);
   // Throws an Error that names the violated invariant.
   void check_invariants();
   // The pool's owner leaves: nothing is cached or mapped ahead from here on, and the mapper ends
-  // once what waits for fences is gone.
+  // once all pages that wait for fences are unmapped.
   void retire() noexcept;
   bool retired() const { return retired_.load(std::memory_order_relaxed); }
 
@@ -129,13 +129,13 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::vector<std::shared_ptr<Client>> asleep(std::span<const std::uint64_t> numbers) VT_LOCKED;
   // Takes the lock.
   void add(const std::shared_ptr<Shrinker>& shrinker);
-  // Those that live.
+  // Shrinkers that are alive.
   std::vector<std::shared_ptr<Shrinker>> shrinkers() VT_LOCKED;
 
-  // Clients that have pages or their range to give back: a client is kept until it has.
+  // Clients that have pages to unmap or a range to free; the list keeps them alive.
   ClientList& unsettled() VT_LOCKED { return unsettled_; }
   void settle_later(const std::shared_ptr<Client>& client) VT_LOCKED;
-  // Settles what waits for it. Returns the first refusal.
+  // Settles every client of that list. Returns the first refusal.
   std::exception_ptr settle_all(PoolLock& lock) noexcept VT_LOCKED;
   // `client` wants pages ahead: the mapper sees it when it next wakes, or wait_idle() wakes it.
   void want(const std::shared_ptr<Client>& client) VT_LOCKED;
@@ -144,19 +144,19 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   bool may_cache(std::size_t pages) VT_LOCKED;
   void cache(const std::shared_ptr<Client>& client, std::size_t pages) VT_LOCKED;
   CachedClients& cached() VT_LOCKED { return cached_; }
-  // Has the store count what the kernel copied from its clients' pages.
+  // Counts the private copies of all clients.
   void count_private_copies() VT_LOCKED;
 
   // -- ends of generations
 
-  // The last storage over a generation has died, or a page set, in any thread, which may have the
+  // The last storage over a generation, or a page set, has died: in any thread, with or without the
   // lock. Never blocks, never throws (I11).
   void end(Ended* ended) noexcept;
-  // The same, and makes no driver call: for the callbacks of a driver.
+  // `end` without a driver call: for callbacks of a driver.
   void end_later(Ended* ended) noexcept;
-  // The same; reaped before the lock is let go.
+  // `end` with the lock held: reaped before it is released.
   void end_locked(Ended* ended) noexcept VT_LOCKED { ended_.push(ended); }
-  // Gives back what has ended, or has the mapper do it.
+  // Reaps everything that has ended.
   void reap() noexcept VT_LOCKED;
 
   // Keeps `memory` of the host alive until the copies before `after` are over. Takes the lock.
@@ -170,8 +170,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void ensure_mapper();
   // Wakes the mapper once the lock is free; starts it if it does not run.
   void wake_mapper() noexcept VT_LOCKED;
-  // Ends copies that are over, and gives back free memory beyond what the pool keeps; returns when
-  // to look again.
+  // Frees host memory whose copies have ended, and spare pages beyond the limit; returns when to
+  // look again.
   std::chrono::steady_clock::time_point maintain(PoolLock& lock) VT_LOCKED;
 
   // -- waiting
@@ -185,22 +185,22 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Waits until no thread makes driver calls without the lock; the mapper begins none meanwhile.
   // Throws TimedOut.
   void quiesce(PoolLock& lock, const char* operation) VT_LOCKED;
-  // A thread waits for that.
+  // Whether a thread is in `quiesce`.
   bool quiescing() const VT_LOCKED { return quiescing_ != 0; }
 
-  PoolEvents counted VT_GUARDED;  // what happened so far
+  PoolEvents counted VT_GUARDED;
 
  private:
   PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
            std::unique_ptr<Ledger> ledger);
   void start_mapper() VT_LOCKED;
   bool idle() const VT_LOCKED;
-  // A deleter that finds the lock taken leaves what it ends to the holder.
+  // Before the lock is released: reaps what deleters pushed while they found it taken.
   bool tidy() noexcept override VT_LOCKED;
   bool left_over() noexcept override { return !ended_.confirm_empty(); }
   void after_unlock() noexcept override { mapper_.wake(); }
 
-  // Lets what copies no longer use go; returns whether some is left.
+  // Frees host memory whose copies have ended; returns whether some is left.
   bool drop_copied(PoolLock& lock) VT_LOCKED;
 
   // Of a shared budget; null if the budget is the pool's own. Left when the driver has given
@@ -220,8 +220,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   ClientList unsettled_ VT_GUARDED;
   WantingClients wanting_ VT_GUARDED;
   CachedClients cached_ VT_GUARDED;
-  bool wake_mapper_ VT_GUARDED = false;  // once the lock is free
-  std::atomic<bool> retired_{false};     // its owner has left
+  bool wake_mapper_ VT_GUARDED = false;  // to be woken once the lock is free
+  std::atomic<bool> retired_{false};     // the pool's owner has left
 
   EndedList ended_;
   Mapper mapper_;

@@ -1,5 +1,5 @@
-// Pages that nothing needs any more, until they are unmapped: after the work that may still use
-// them, and again if the driver refuses.
+// Pages of one client that wait to be unmapped: until the work that may use them has passed, and
+// again after a refusal of the driver.
 #pragma once
 
 #include <chrono>
@@ -18,27 +18,27 @@ class PendingUnmap {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // Page indices with pages that nothing may need: looked at later.
+  // Page indices that may hold pages that nothing needs; the client looks at them later.
   Interval touched() const { return touched_; }
   void touch(Interval indices);
   void look_at_nothing() { touched_ = {}; }
 
-  // These leave once `after` has passed. Requires: none leave.
+  // `indices` are to be unmapped once `after` has passed. Requires: no page waits.
   void begin(std::vector<Interval> indices, std::vector<FencePtr> after);
   const std::vector<Interval>& indices() const { return indices_; }
   // Whether `after` has passed. Throws what the driver does.
   bool may_go(Driver& driver) { return all_passed(driver, after_); }
-  // The first of them: `most` page indices in all, but at least one.
+  // The first `most` of the waiting page indices, at least one.
   std::vector<Interval> first(std::size_t most) const;
-  // These are unmapped, or in use again.
+  // `indices` wait no longer: they are unmapped, or in use again.
   void remove(Interval indices);
   void clear() { indices_.clear(); }
 
-  // What the driver refused the last time, of a fence or an unmapping; null if it did not.
+  // The last refusal of a fence or an unmapping; null after a success.
   const std::exception_ptr& refusal() const { return refusal_; }
   void refused(std::exception_ptr error);
   void try_again() { refusal_ = nullptr; }
-  // When the mapper tries again; a caller that waits for the pages does at once.
+  // When the mapper tries again. A caller that waits for the pages tries at once.
   Time retry_at() const { return retry_at_; }
 
  private:

@@ -23,7 +23,7 @@ void each_entry(Client& client, Visit visit) VT_LOCKED {
   });
 }
 
-// Adds a page to the runs: to the last, if it goes on there in the same way.
+// Adds a page to the runs: to the last run, if the page continues it with the same access.
 void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std::size_t index,
               Entry entry, bool writable) {
   if (!runs.empty()) {
@@ -42,7 +42,7 @@ void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std:
                   {entry.page()->handle}});
 }
 
-// Those that are mapped so, as the driver takes them.
+// The runs with `access`, in the form that the driver takes.
 std::vector<PageRun> mapped(std::span<const SleepRun> runs, bool writable) {
   std::vector<PageRun> chosen;
   for (const SleepRun& run : runs) {
@@ -68,7 +68,7 @@ void unmap(Driver& driver, std::span<const SleepRun> runs, bool writable, std::s
   }
 }
 
-// Neighbours in memory and among what is kept are one part.
+// Adds a part, merged with the last one if both are adjacent in memory and in the image.
 void add_part(std::vector<SleepPart>& parts, const SleepPart& part) {
   if (!parts.empty()) {
     SleepPart& last = parts.back();
@@ -119,9 +119,9 @@ FallAsleep::FallAsleep(const std::shared_ptr<PagePool>& pool, const Caller& call
     each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) VT_LOCKED {
       if (entry.page()->asleep || !seen.insert(entry.page()).second) return;
       entry.page()->sleep = client->asleep;
-      entry.page()->place = pages++;
-      add_part(parts_,
-               {range.address(row, index), entry.page()->sleep, entry.page()->place * size, size});
+      entry.page()->sleep_slot = pages++;
+      add_part(parts_, {range.address(row, index), entry.page()->sleep,
+                        entry.page()->sleep_slot * size, size});
     });
   }
 }
@@ -257,7 +257,7 @@ void WakeUp::collect() {
       if (!first) return;
       pages_.push_back(entry.page());
       const SleepPart part{range.address(row, index), entry.page()->sleep,
-                           entry.page()->place * size, size};
+                           entry.page()->sleep_slot * size, size};
       add_part(parts_, part);
       if (entry.page()->dirty) add_part(unclean_, part);
     });

@@ -1,10 +1,10 @@
-// Clients without memory. Their pages are unmapped and given back, and come back later at the same
-// addresses; page tables, addresses, lengths and views stay. The caller keeps what the pages held:
-// between the beginning and the end of falling asleep, and of waking, it is readable and writable
-// at the addresses that `parts` names.
+// Clients that give their memory up and get it back at the same addresses. Page tables, addresses,
+// lengths and views stay. The caller saves and restores the contents: between the beginning and the
+// end of falling asleep, and of waking, the bytes are readable and writable at the addresses of
+// `parts`.
 //
-// Both are whole or nothing: without `finish` everything is as it was. Callers refuse operations on
-// the clients, by `Client::asleep`, from before the first to after the second. Meanwhile no thread
+// Both are whole or nothing: without `finish` everything is as it was. Operations on the clients
+// are refused (`Client::asleep`) from before FallAsleep until after WakeUp, and no other thread
 // makes driver calls for them.
 #pragma once
 
@@ -22,10 +22,10 @@
 
 namespace vtensor {
 
-// Bytes in memory, and their offset among those of all pages that fall asleep together.
+// Bytes in memory, and their offset in the saved image of their sleep.
 struct SleepPart {
   Address at;
-  std::uint64_t sleep;  // the number
+  std::uint64_t sleep;  // number of the sleep
   std::size_t offset;
   std::size_t bytes;
 };
@@ -70,7 +70,7 @@ class FallAsleep {
   FallAsleep(const std::shared_ptr<PagePool>& pool, const Caller& caller,
              const HeldClients::Clients& clients);
 
-  // What the caller is to keep: of a page with several mappings, one.
+  // The bytes that the caller is to save; a page with several mappings is in it once.
   const std::vector<SleepPart>& parts() const { return parts_; }
   // Unmaps the pages, and gives their memory back; returns how many. Pages stay that other clients
   // have too, as forks that are awake or in another sleep. Throws DriverError; nothing has changed
@@ -98,7 +98,7 @@ class WakeUp {
   WakeUp(const WakeUp&) = delete;
   WakeUp& operator=(const WakeUp&) = delete;
 
-  // The caller is to write here what it kept.
+  // Where the caller is to write the saved bytes.
   const std::vector<SleepPart>& parts() const { return parts_; }
   // The clients are as they were, but that those in other sleeps than `restored` lost what their
   // pages held. Throws DriverError, TimedOut; they are asleep then.
@@ -119,8 +119,8 @@ class WakeUp {
   std::vector<Page*> pages_;  // each once
   std::vector<SleepRun> runs_;
   std::vector<SleepPart> parts_;
-  std::vector<SleepPart> unclean_;  // of these, what may show old bytes
-  // Pages that are mapped of the runs of either kind, from the first on.
+  std::vector<SleepPart> unclean_;  // parts that may show old bytes
+  // Of the writable runs, and of the copy-on-write runs: pages mapped so far, from the first on.
   std::size_t writable_mapped_ = 0, shared_mapped_ = 0;
 };
 

@@ -15,8 +15,8 @@ namespace {
 
 using Run = PageTable::Run;
 
-// Pages that are remapped to entries where others are mapped: all or none. At its end page tables
-// are given what the driver has made of it. The pool is broken if that is neither.
+// Remaps entries to other pages: all of them or none. At its end the page tables say what the
+// driver has mapped. The pool is broken if that is neither.
 class Remapping {
  public:
   // What becomes of a changed run if a later one is refused.
@@ -75,7 +75,7 @@ class Remapping {
   struct Change {
     Reservation& range;
     Run run;
-    Access access;  // of what was there
+    Access access;  // of the pages mapped before
     Undo undo;
     std::vector<Page*> to = {};
     std::vector<Handle> was = {}, is = {};

@@ -24,7 +24,7 @@ void make_copy_on_write(Reservation& range, PoolLock* lock, std::span<const Page
 // run, in the side stream.
 void unshare_pages(Reservation& range, PoolLock& lock, std::span<const PageTable::Run> runs,
                    std::span<const Reservation::Bytes> stale, Stream stream) VT_LOCKED;
-// Pages that unsharing these takes: a page with one reference left is kept.
+// Pages that unsharing `runs` takes from the pool: a page with one reference left is kept.
 std::size_t count_fresh_pages(const Reservation& range, std::span<const PageTable::Run> runs)
     VT_LOCKED;
 
@@ -37,12 +37,12 @@ struct PageChange {
 };
 void remap_pages(std::span<const PageChange> changes) VT_LOCKED;
 
-// Of a copy-on-write run, the pages that the kernel copied at a write, as the driver marks them.
-// Taking one for copied costs a copy, not correctness.
+// The pages of copy-on-write runs that the kernel copied at a write, as the driver reports them. A
+// page taken for copied by mistake costs a copy, not correctness.
 std::vector<std::uint8_t> find_private_copies(const Reservation& range, const PageTable::Run& run)
     VT_LOCKED;
 std::vector<PageTable::Run> private_copies_in(const Reservation& range, Interval indices) VT_LOCKED;
-// Pages that unsharing these gives back.
+// Private copies in `runs`: pages that unsharing gives back to the kernel.
 std::size_t count_private_copies(const Reservation& range, std::span<const PageTable::Run> runs)
     VT_LOCKED;
 // All of a range. If the system does not say what was copied, copy-on-write pages count as if each

@@ -15,15 +15,16 @@ inline constexpr std::uint64_t kNoOwner = 0;  // no client has this id
 struct Page {
   Handle handle = 0;
   std::uint32_t references = 0;         // of page tables and page sets
-  bool resident = false;                // its memory is taken: in use, or spare
-  bool dirty = false;                   // may hold bytes that were written
+  bool resident = false;                // its memory is made: in use, or spare
+  bool dirty = false;                   // may hold bytes other than 0
   bool asleep = false;                  // in page tables, and mapped nowhere
-  std::uint32_t in_sets = 0;            // references that page sets have
+  std::uint32_t in_sets = 0;            // of the references: from page sets
   std::uint64_t last_owner = kNoOwner;  // id of the client that had it last
-  std::uint64_t sleep = 0;              // the number of the last sleep that it was in
-  std::size_t place = 0;                // its index among the pages of that
-  HandleRun* run = nullptr;             // that it belongs to, if handles are adjacent
-  // Neighbours among the spare pages, by the time they were freed; see Reservation too.
+  std::uint64_t sleep = 0;              // number of the last sleep that it was in
+  std::size_t sleep_slot = 0;           // index of its bytes in the saved image of that sleep
+  HandleRun* run = nullptr;             // the run of its handle, if handles are adjacent
+  // Neighbours in the list of spare pages, by the time they were freed. Reservation::kept_ links
+  // pages by `older`.
   Page* older = nullptr;
   Page* newer = nullptr;
 };

@@ -46,18 +46,18 @@ class PageStore {
   void set_budget(std::size_t pages) { budget_ = pages; }
   // Handles in use.
   std::size_t used() const VT_LOCKED { return used_; }
-  // Pages whose memory the driver makes or takes back just now, without the lock. They are in no
-  // other count, and take their part of the budget until that has ended.
+  // Pages whose memory the driver is making or taking back, without the lock. They are in no other
+  // count, and count against the budget.
   std::size_t under_way() const VT_LOCKED { return under_way_; }
   // In use, copied at writes as last counted, or promised.
   std::size_t in_use() const VT_LOCKED { return used_ + private_copies_ + promised_; }
-  // What the budget leaves without taking anything back, not counting `private_copies` pages that
-  // are to be replaced.
+  // Pages that the budget leaves without taking any back. `private_copies`: private copies that are
+  // about to be replaced and do not count.
   std::size_t unused(std::size_t private_copies = 0) const VT_LOCKED;
-  // The same, as far as the device's memory leaves the reserve alone and other pools do not ask for
-  // it: for pages ahead of need. Throws what the driver does.
+  // Pages for look-ahead: `unused`, less the device's reserve and what other pools ask for. Throws
+  // as the driver.
   std::size_t available() const VT_LOCKED;
-  // As many of `pages` as are available, covered.
+  // Covers as many of `pages` as are available; returns how many.
   std::size_t cover_available(std::size_t pages) VT_LOCKED;
   // Bytes of the device that are missing for `pages` pages beside the reserve, and what is free;
   // 0 if nothing is.
@@ -68,7 +68,7 @@ class PageStore {
   // Pages that the kernel copied from shared handles, as last counted.
   std::size_t private_copies() const VT_LOCKED { return private_copies_; }
   void set_private_copies(std::size_t pages) VT_LOCKED;
-  // Keeps `pages` for an operation that is about to let the lock go; given back by promise(-pages).
+  // Keeps `pages` for an operation that is about to release the lock; undone by promise(-pages).
   void promise(std::ptrdiff_t pages) VT_LOCKED;
 
   // -- a budget that is shared; without one all pages are covered
@@ -86,12 +86,12 @@ class PageStore {
 
   RowHome open_home(std::size_t pages) VT_LOCKED { return placement_->open_home(pages); }
   void close_home(RowHome& home) VT_LOCKED { placement_->close_home(home); }
-  // Adds to `out` `n` free pages, to be mapped after `previous`, each with one reference. Requires:
-  // the budget has them, and they are covered. Throws what the driver does; nothing is taken then.
+  // Adds `n` free pages to `out`, to be mapped after `previous`, each with one reference. Requires:
+  // the budget has them, and they are covered. Throws as the driver; nothing is taken then.
   void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) VT_LOCKED;
   void share(Page* page) VT_LOCKED { ++page->references; }
   void drop(Page* page) noexcept VT_LOCKED;
-  // Pages come to a page set, or leave it: such a reference has no page table entry.
+  // References of page sets were added, or dropped (negative).
   void count_in_page_sets(std::ptrdiff_t pages) VT_LOCKED {
     in_page_sets_ += static_cast<std::size_t>(pages);
   }
@@ -99,13 +99,14 @@ class PageStore {
 
   // -- pages without memory, which keep their references and their entries in page tables
 
-  // Gives their memory back; returns of how many. A page that the driver refuses to take keeps its
-  // memory. Lets the lock go. Requires: mapped nowhere; the references stay meanwhile.
+  // Gives the memory of `pages` back; returns for how many. A page that the driver refuses to take
+  // keeps its memory. Releases the lock. Requires: they are mapped nowhere and keep their
+  // references.
   std::size_t sleep(PoolLock& lock, std::span<Page* const> pages) noexcept VT_LOCKED;
-  // Gives them memory with any content. Throws as `take`; nothing is changed then. Requires: as
-  // `take`, for those that are not resident.
+  // Makes memory for `pages`, with any content. Throws as `take`; nothing is changed then.
+  // Requires: as `take`, for pages that are not resident.
   void wake(std::span<Page* const> pages) VT_LOCKED;
-  // They are mapped again.
+  // `pages` are mapped again.
   void woken(std::span<Page* const> pages) VT_LOCKED;
   // Pages that are asleep, and those of them without memory.
   std::size_t asleep() const VT_LOCKED { return asleep_; }
@@ -132,27 +133,27 @@ class PageStore {
   // -- the memory of free pages
 
   const SparePages& spare() const VT_LOCKED { return spare_; }
-  // Spare pages that nothing is promised: their memory may go back.
+  // Spare pages that are not promised: their memory may be given back.
   std::size_t releasable() const VT_LOCKED { return sub_sat(spare_.size(), promised_); }
-  // Has the memory of `pages` free pages made, if the driver takes long for that. True if it let
-  // the lock go.
+  // Makes the memory of `pages` free pages, without the lock, if the driver takes long for that.
+  // True if it released the lock.
   bool make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED;
-  // Gives back the memory of the `n` oldest spare pages, or of all that are releasable, without the
-  // lock if each has a handle of its own.
+  // Gives back the memory of the `n` oldest releasable pages, or of all of them; without the lock
+  // if each page has a handle of its own.
   void release(PoolLock& lock, std::size_t n) VT_LOCKED;
   // Gives back the memory of all spare pages, neighbours in one call; returns how many pages.
   std::size_t release_adjacent() VT_LOCKED;
-  // Gives back one spare page beyond those that the pool keeps. Returns when to call again.
+  // Gives back one spare page beyond the pool's limit. Returns when to call again.
   std::chrono::steady_clock::time_point release_excess(PoolLock& lock) VT_LOCKED;
-  // Whether that call is due now. Not if the driver has just refused to take such a page.
+  // Whether release_excess is due: not right after the driver refused to take such a page.
   bool excess_due() const VT_LOCKED { return excess_due_; }
 
   // Throws an Error that names the violated invariant, from what page tables use.
   void check(const std::unordered_map<const Page*, PageUse>& uses) const VT_LOCKED;
 
   // Since the store was made.
-  std::uint64_t pages_recycled VT_GUARDED = 0;  // pages taken whose memory was there
-  std::uint64_t pages_fresh VT_GUARDED = 0;     // and was not
+  std::uint64_t pages_recycled VT_GUARDED = 0;  // pages taken whose memory was made before
+  std::uint64_t pages_fresh VT_GUARDED = 0;     // pages taken whose memory was made for it
 
  private:
   std::size_t charged() const VT_LOCKED;
@@ -183,10 +184,10 @@ class PageStore {
   std::exception_ptr broken_;  // set once, before the flag
   std::atomic<bool> is_broken_{false};
   std::size_t used_ VT_GUARDED = 0;
-  // To operations that let the lock go before they take them.
+  // Pages promised to operations that release the lock before they take them.
   std::size_t promised_ VT_GUARDED = 0;
   std::size_t under_way_ VT_GUARDED = 0;
-  // Of the spare pages, those made for a growth under way.
+  // Spare pages that make_ready made for a growth under way.
   std::size_t just_made_ VT_GUARDED = 0;
   std::size_t private_copies_ VT_GUARDED = 0;  // as last counted
   std::size_t in_page_sets_ VT_GUARDED = 0;

@@ -1,4 +1,4 @@
-// Which page stands at which page index, row by row, and how many stand there in which state.
+// The pages and states of an address range, by row and page index, and counts of them.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ enum class EntryState : std::uint8_t {
   writable,
   copy_on_write,  // shared, or once shared: writes do not reach the page
   arriving,       // being mapped, without the lock
-  leaving,        // mapped for an operation that failed: unmapped before anything else comes
+  leaving,        // mapped for an operation that failed: to be unmapped before it is used again
 };
 
 // A page and its state in one word: a table of many pages is read at the speed of memory.
@@ -86,18 +86,18 @@ class PageTable {
   std::size_t rows() const { return rows_; }
   // Page indices from here on are empty.
   std::size_t reserved() const VT_LOCKED { return reserved_; }
-  // Has entries for these indices be changed. Throws std::bad_alloc; nothing is changed then.
+  // Makes entries for `indices` present. Throws std::bad_alloc; nothing is changed then.
   void reserve(Interval indices) VT_LOCKED;
   Entry at(std::size_t row, std::size_t index) const VT_LOCKED {
     return entries_[place(row, index)];
   }
 
-  // With those that leave.
+  // Mapped pages, also those that are leaving.
   std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }
   std::size_t count_mapped(Interval indices) const VT_LOCKED;
   std::size_t leaving() const VT_LOCKED { return leaving_; }
   std::size_t copy_on_write() const VT_LOCKED { return copy_on_write_; }
-  // Pages that are mapped here, or on their way, and nowhere else.
+  // Pages mapped or arriving at `indices` that have no other reference.
   std::size_t count_sole(Interval indices) const VT_LOCKED;
 
   // Calls visit(run, kind) for the maximal runs in `indices` of `row` of one kind(entry) other
@@ -172,8 +172,7 @@ class PageTable {
     });
   }
 
-  // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
-  // several references.
+  // Adds the mapped pages to `seen`; returns how many of the pages added have several references.
   std::size_t add_pages(std::unordered_set<const Page*>& seen) const VT_LOCKED;
   // Adds what its entries use, `reachable` by a tensor or a view. Throws an Error that names the
   // violated invariant.
@@ -181,13 +180,13 @@ class PageTable {
 
  protected:
   ~PageTable() = default;
-  // Of empty entries: `pages` are on their way to them.
+  // Empty entries get `pages` in the state `arriving`.
   void arrive(std::size_t row, std::size_t begin, std::span<Page* const> pages) VT_LOCKED {
     auto page = pages.begin();
     change({row, {begin, begin + pages.size()}},
            [&page](Entry& entry) { entry = {*page++, EntryState::arriving}; });
   }
-  // They are mapped.
+  // Arriving entries are mapped in `state`.
   void arrived(const Run& run, EntryState state) VT_LOCKED {
     change(run, [state](Entry& entry) { entry = {entry.page(), state}; });
     add(mapped_, run.indices.size());
@@ -252,7 +251,8 @@ class PageTable {
   }
   template <typename Counted>
   std::size_t count(Interval indices, Counted counted) const VT_LOCKED;
-  // Without an atomic instruction: counts change under the lock alone.
+  // Counts are atomic to be read without the lock; they change under it, so no atomic add is
+  // needed.
   static void add(std::atomic<std::size_t>& count, std::size_t pages) {
     count.store(count.load(std::memory_order_relaxed) + pages, std::memory_order_relaxed);
   }

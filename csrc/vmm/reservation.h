@@ -30,31 +30,31 @@ class Reservation : public PageTable {
     std::size_t size;
   };
 
-  // Pages to be mapped at empty entries.
+  // Pages being mapped at empty entries.
   struct Arrival {
     std::vector<Run> runs;
     std::vector<Page*> pages;  // run after run
-    bool given = false;        // `pages` are another's too: neither taken, zeroed nor made present
-    EntryState state = EntryState::writable;  // that the entries get
-    bool ahead = false;                       // for the mapper, which zeroes on the side stream
+    bool given = false;        // `pages` have owners already: not taken from the store, not zeroed
+    EntryState state = EntryState::writable;  // of the entries, once mapped
+    bool ahead = false;  // mapped by the mapper, which zeroes in the side stream
 
     std::exception_ptr error;
-    std::size_t mapped = 0;  // of `pages`, from the first on, if there is an error: they leave
-    bool zeroing = false;    // some pages had to be zeroed
-    FencePtr zeroed;         // null if that is complete
+    std::size_t mapped = 0;  // with an error: the first so many pages were mapped, and leave
+    bool zeroing = false;    // some pages are being zeroed
+    FencePtr zeroed;         // after that zeroing, if `ahead`; null if it has ended
   };
   struct Arriving {
     Reservation* range;
     Arrival* arrival;
   };
 
-  // Pages to be unmapped.
+  // Pages being unmapped.
   struct Departure {
-    std::vector<Run> runs;  // those asleep last
-    std::size_t awake = 0;  // of the runs
+    std::vector<Run> runs;  // each of one state; runs of pages that sleep come last
+    std::size_t awake = 0;  // runs of pages that do not sleep
     std::size_t pages = 0;
 
-    std::size_t done = 0;  // of the runs, up to the first refusal
+    std::size_t done = 0;  // runs unmapped before the first refusal
     std::exception_ptr error;
   };
 
@@ -78,38 +78,37 @@ class Reservation : public PageTable {
     base_ = base;
     owner_ = owner;
   }
-  // Pages show zeros, or what this owner had there: those of another are not clean (I7).
+  // Pages that `owner` had last are clean; pages of another owner are zeroed first (I7).
   void set_owner(std::uint64_t owner) VT_LOCKED { owner_ = owner; }
-  // Its rows take kept memory from any run of handles; see RowHome. Before the first page is
-  // mapped.
+  // Its rows take spare pages of any run of handles; see RowHome. Requires: no page is mapped yet.
   void stitch() VT_LOCKED { stitched_ = true; }
   bool clean(const Page& page) const VT_LOCKED { return !page.dirty || page.last_owner == owner_; }
 
   // -- mapping
 
-  // Pages of others, row after row, to be mapped copy-on-write at `indices` of every row.
+  // An arrival of pages of others, [row][index], copy-on-write at `indices` of every row.
   Arrival shared(Interval indices, std::vector<Page*> pages) const;
-  // The three steps, for several ranges in one batch. Throws what the driver does; what it had
-  // mapped leaves then.
+  // The three steps for several ranges in one batch of driver calls. Throws as the driver; the
+  // pages that it had mapped leave then.
   static void map(PoolLock& lock, std::span<const Arriving> all, Stream stream, bool populate)
       VT_LOCKED;
   void map(PoolLock& lock, Arrival& arrival, Stream stream, bool populate) VT_LOCKED;
 
-  // Takes pages for the runs, or references to those that are given. Throws what the driver does;
-  // nothing is claimed then.
+  // Takes pages for the runs, or references to the given pages. Throws as the driver; nothing is
+  // claimed then.
   void claim(Arrival& arrival) VT_LOCKED;
-  // Maps them, zeroes what their last owners left, and makes their memory present if `populate`.
-  // Requires: all are given and get one state, or none is given.
+  // Maps the claimed pages, zeroes those with another owner's bytes, and populates them if
+  // `populate`. Requires: all arrivals are given and have one state, or none is given.
   static void carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept;
-  // Enters pages that have arrived. After an error the mapped ones leave, and the others are given
-  // back.
+  // Enters the pages of an arrival in the page table. After an error its mapped pages leave, and
+  // the others go back to the store.
   void enter(const Arrival& arrival) VT_LOCKED;
 
   // -- unmapping
 
-  // What is mapped within these runs.
+  // The departure of all pages that are mapped within `within`.
   Departure departing(std::span<const Run> within) const VT_LOCKED;
-  // Begins no more calls after `until`, which it looks at after each.
+  // Unmaps them. Begins no further driver call after `until`.
   void carry_out(Departure& departure, std::optional<std::chrono::steady_clock::time_point> until =
                                            std::nullopt) const noexcept;
   void enter(const Departure& departure) VT_LOCKED;
@@ -121,21 +120,19 @@ class Reservation : public PageTable {
   // Adds `n` free pages for the row, to be mapped after `previous`.
   void take(std::size_t row, const Page* previous, std::size_t n, std::vector<Page*>& out)
       VT_LOCKED;
-  // A copy into a page that was taken for the range has not ended: nothing else gets the page
-  // before the range ends.
+  // Keeps a page that a copy may still write to: nothing else gets it before the range ends.
   void keep_to_the_end(Page* page) noexcept VT_LOCKED;
   // `page` has been remapped to a mapped entry, which takes over a reference unless it had the
   // page.
   void replace(std::size_t row, std::size_t index, Page* page, EntryState state) noexcept VT_LOCKED;
-  // Whether all work launched in `stream` so far ends in time.
+  // Waits for all work launched in `stream` so far. False if it does not end in time.
   bool await_work(Stream stream) const noexcept;
 
   // -- bytes
 
   void zero(Bytes bytes, Stream stream) const;
   void zero(std::span<const Run> runs, Stream stream) const;
-  // Runs of pages in `indices` that show what another owner left, of `most` pages in all; and their
-  // zeroing.
+  // Runs of pages in `indices` with another owner's bytes, `most` pages in all; zeroes such runs.
   std::vector<Run> unclean_in(Interval indices, std::size_t most = SIZE_MAX) const VT_LOCKED;
   void make_clean(std::span<const Run> runs, Stream stream) VT_LOCKED;
 
@@ -162,7 +159,7 @@ class Reservation : public PageTable {
   std::uint64_t owner_ = kNoOwner;
   std::vector<RowHome> homes_ VT_GUARDED;
   bool stitched_ VT_GUARDED = false;
-  Page* kept_ VT_GUARDED = nullptr;  // to the end, each the `older` of the one before
+  Page* kept_ VT_GUARDED = nullptr;  // see keep_to_the_end; linked by Page::older
 };
 
 }  // namespace vtensor
