@@ -420,13 +420,19 @@ std::size_t Buffer::drop_ahead() {
 
 // -- giving back
 
-Interval Buffer::kept() const { return owned_ ? Interval{extent_.begin, ahead().end} : cached(); }
-
 std::vector<Interval> Buffer::uncovered() const {
   std::vector<Interval> rest;
   if (unmap_.touched().empty()) return rest;
-  generations_.covered().gaps(unmap_.touched(), [&rest, kept = kept()](Interval gap) {
-    for (const Interval part : difference(gap, kept)) rest.push_back(part);
+  // Between the ready pages and those that the last owner left nothing is kept: pages of an
+  // operation that failed may lie there.
+  const std::size_t ahead_end = std::max(ahead_.ready_end(), ahead_.want_end());
+  const Interval own = owned_ ? Interval{extent_.begin, ahead_end} : Interval{};
+  Interval left = owned_ ? leftover_.unclean() : cached();
+  if (left.empty()) left = {};  // its end may lie before its beginning
+  generations_.covered().gaps(unmap_.touched(), [&](Interval gap) {
+    for (const Interval part : difference(gap, own)) {
+      for (const Interval free : difference(part, left)) rest.push_back(free);
+    }
   });
   std::erase_if(rest, [this](Interval part)
                           VT_LOCKED { return part.empty() || range_.count_mapped(part) == 0; });

@@ -201,8 +201,6 @@ class Buffer final : public Client {
 
   // The page indices past the extent that are ready, wanted, or being zeroed.
   Interval ahead() const VT_LOCKED;
-  // The page indices that stay mapped for the owner, or cached for the next one.
-  Interval kept() const VT_LOCKED;
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   void set_positions(Interval positions) VT_LOCKED;
   void set_ready(std::size_t end) VT_LOCKED;
