@@ -85,6 +85,7 @@ void Mapper::stop() noexcept {
 }
 
 void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Signal>& signal) {
+  bool entered = false;
   std::chrono::nanoseconds pause = kShortestPause;
   std::chrono::nanoseconds retry = kLongestPause;
   while (signal->begin()) {
@@ -94,15 +95,33 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
       const std::shared_ptr<PagePool> pool = weak.lock();
       if (!pool) return;
       try {
+        if (!entered) enter(pool);
+        entered = true;
         next = serve(pool, *signal, pause);
         retry = kLongestPause;
       } catch (const std::exception&) {  // refused, or no memory
+        if (!entered) retry = kRetryPause;
         next = pool->retired() ? Time::max() : std::chrono::steady_clock::now() + retry;
         retry = std::min(2 * retry, kRetryPause);
       }
     }  // the pool may end here, in this thread
     signal->sleep(next);
   }
+}
+
+// Makes the first driver call of this thread, which has the device's context made current. A refusal
+// is no client's: it is tried again, and wait_idle() raises it.
+void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
+  if (!pool->traits().asynchronous) return;
+  std::exception_ptr error;
+  try {
+    static_cast<void>(pool->driver().free_memory());
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const PoolLock lock(pool);
+  pool->set_mapper_error(error);
+  if (error) std::rethrow_exception(error);
 }
 
 // One step: claimed with the lock, carried out without it, and entered with it again. It does one

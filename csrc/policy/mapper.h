@@ -72,6 +72,7 @@ class Mapper {
   class Step;
 
   static void run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<Signal>& signal);
+  static void enter(const std::shared_ptr<PagePool>& pool);
   // Does what can be done now; returns when to look again without being woken. `pause` is how long
   // it waited last for the device.
   static Time serve(const std::shared_ptr<PagePool>& pool, const Signal& signal,

@@ -145,6 +145,11 @@ void PagePool::start_mapper() {
   mapper_.start(weak_from_this(), ledger_ ? ledger_->wake_word() : nullptr);
 }
 
+void PagePool::set_mapper_error(std::exception_ptr error) {
+  mapper_error_ = std::move(error);
+  changed();
+}
+
 bool PagePool::may_cache(std::size_t pages) {
   const std::size_t most =
       options_.cache == kCacheByBudget ? store_.budget() / 4 : store_.in_pages(options_.cache);
@@ -322,6 +327,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   PoolLock lock(shared_from_this());
   reap();
   std::exception_ptr refused = settle_all(lock);  // what was refused is tried again, here
+  wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
   store_.raise_if_broken();
   while (!refused && !idle()) {
     wake_mapper_ |= !wanting_.empty();
@@ -335,6 +341,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
     wait_changed(lock, steady_clock::now() + kLook);
     reap();
     refused = settle_all(lock);
+    if (!refused) refused = mapper_error_;
   }
   for (Client* client : clients_) {
     if (!refused) refused = client->take_error();

@@ -170,6 +170,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void ensure_mapper();
   // Wakes the mapper once the lock is free; starts it if it does not run.
   void wake_mapper() noexcept VT_LOCKED;
+  // Why the mapper's thread cannot call the driver; null if it can.
+  void set_mapper_error(std::exception_ptr error) VT_LOCKED;
   // Frees host memory whose copies have ended, and spare pages beyond the limit; returns when to
   // look again.
   std::chrono::steady_clock::time_point maintain(PoolLock& lock) VT_LOCKED;
@@ -222,6 +224,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   CachedClients cached_ VT_GUARDED;
   bool wake_mapper_ VT_GUARDED = false;  // to be woken once the lock is free
   std::atomic<bool> retired_{false};     // the pool's owner has left
+  std::exception_ptr mapper_error_ VT_GUARDED;
 
   EndedList ended_;
   Mapper mapper_;

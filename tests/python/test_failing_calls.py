@@ -11,6 +11,7 @@ from scenes import OPERATIONS, PAGE, TABLE, Tensors, prepared
 from support import (
     SHAPE_OF_A_MESSAGE,
     every,
+    filled,
     open_pool,
     quarter,
     run_snippet,
