@@ -84,11 +84,7 @@ class OperationLock {
 inline Caller caller_of(const char* operation, std::optional<Stream> stream, PagePool& pool) {
   const DriverTraits& traits = pool.traits();
   if (!stream) return {operation, TorchBridge::get().current_stream(traits.device), false};
-  try {
-    if (traits.asynchronous) static_cast<void>(pool.driver().capturing(operation, *stream));
-  } catch (const DriverError&) {
-    // A stream that is gone: its fence is refused, and its pages stay.
-  }
+  if (traits.asynchronous) pool.driver().require_own(operation, *stream);
   return {operation, *stream, true};
 }
 

@@ -59,6 +59,9 @@ class CudaDriver final : public Driver {
   void order(Stream stream, const Fence& fence) override {
     streams("driver.order").order(stream, fence);
   }
+  void require_own(const char* operation, Stream stream) override {
+    streams("driver.require_own").require_own(operation, stream);
+  }
   bool capturing(const char* operation, Stream stream) override {
     return streams("driver.capturing").capturing(operation, stream);
   }

@@ -33,6 +33,7 @@ class CudaStreams {
   FencePtr fence(Stream stream);
   bool passed(const Fence& fence);
   void order(Stream stream, const Fence& fence);
+  void require_own(const char* operation, Stream stream);
   bool capturing(const char* operation, Stream stream);
   void keep_for_graph(Stream stream, void (*release)(void*), void* argument);
 
@@ -44,8 +45,6 @@ class CudaStreams {
   bool side_ends(const char* operation, Deadline deadline);
 
  private:
-  // Throws InvalidArgument if the stream is of another context than the primary one.
-  void require_own(const char* operation, Stream stream);
   bool is_captured(const char* operation, Stream stream);
   FencePtr record(const char* operation, Stream stream);
   bool query(const char* operation, const Fence& fence);

@@ -541,7 +541,7 @@ def test_a_capture_that_begins_beside_a_fence_stays_valid(sim, stream_pool):
     sim.slow("cuEventRecord", 200_000)
     thread = threading.Thread(target=end)
     thread.start()
-    eventually(lambda: sim.calls("cuStreamIsCapturing") > asked + 2)  # of the caller, the lease, the fence
+    eventually(lambda: sim.calls("cuStreamIsCapturing") > asked)
     sim.begin_capture(stream)
     thread.join(30)
     sim.slow("cuEventRecord", 0)
