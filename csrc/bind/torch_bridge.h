@@ -125,8 +125,10 @@ class TorchBridge {
   const nb::object current_stream_ =
       nb::getattr(torch_.attr("_C"), "_cuda_getCurrentRawStream", nb::none());
   // Attributes for storages of ours.
-  const nb::object private_ = nb::module_::import_("vtensor._base.processes").attr("STORAGE_METHODS");
-  const nb::object empty_bytes_ = nb::module_::import_("vtensor._base.torch_modes").attr("empty_bytes");
+  const nb::object private_ =
+      nb::module_::import_("vtensor._base.processes").attr("STORAGE_METHODS");
+  const nb::object empty_bytes_ =
+      nb::module_::import_("vtensor._base.torch_modes").attr("empty_bytes");
   const dlpack::ExchangeApi* available_ = nullptr;
   const dlpack::ExchangeApi* api_ = nullptr;
 };

@@ -109,8 +109,8 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
   }
 }
 
-// Makes the first driver call of this thread, which has the device's context made current. A refusal
-// is no client's: it is tried again, and wait_idle() raises it.
+// Makes the first driver call of this thread, which has the device's context made current. A
+// refusal is no client's: it is tried again, and wait_idle() raises it.
 void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
   if (!pool->traits().asynchronous) return;
   std::exception_ptr error;

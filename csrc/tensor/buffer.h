@@ -32,9 +32,9 @@ class Buffer final : public Client {
   // if the sizes overflow, DriverError.
   static std::shared_ptr<Buffer> create(const std::shared_ptr<PagePool>& pool,
                                         const RowShape& shape, const Caller& caller);
-  // Makes one. `report` explains faults at its addresses; null: as those of a tensor. Kernels may be
-  // given the addresses of the first `backed_pages` pages of each row whose number is a multiple of
-  // `backed_rows`, mapped or not (see Driver::reserve). Throws as `create`.
+  // Makes one. `report` explains faults at its addresses; null: as those of a tensor. Kernels may
+  // be given the addresses of the first `backed_pages` pages of each row whose number is a multiple
+  // of `backed_rows`, mapped or not (see Driver::reserve). Throws as `create`.
   static std::shared_ptr<Buffer> make(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
                                       const Caller& caller,
                                       std::unique_ptr<faults::Range> report = nullptr,

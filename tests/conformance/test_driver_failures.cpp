@@ -93,17 +93,16 @@ TEST_CASE_TEMPLATE("map counts the pages that it has mapped", T, SUBJECTS) {
 TEST_CASE_TEMPLATE("unmap is whole or not at all", T, SUBJECTS) {
   if (!is_available<T>()) return;
   for (const Access access : {Access::writable, Access::copy_on_write}) {
-    refuse_each_call<T, Scene<T>>(
-        [&](Scene<T>& s) { s.map(s.at, s.from, access); },
-        [&](Scene<T>& s) { s.unmap(s.at, s.from.size()); },
-        [&](Scene<T>& s, Outcome outcome) {
-          REQUIRE(outcome != Outcome::broken);
-          if (outcome == Outcome::done) {
-            s.check_unmapped({0, 1});
-          } else {
-            s.check_mapped(s.from, access, 1);
-          }
-        });
+    refuse_each_call<T, Scene<T>>([&](Scene<T>& s) { s.map(s.at, s.from, access); },
+                                  [&](Scene<T>& s) { s.unmap(s.at, s.from.size()); },
+                                  [&](Scene<T>& s, Outcome outcome) {
+                                    REQUIRE(outcome != Outcome::broken);
+                                    if (outcome == Outcome::done) {
+                                      s.check_unmapped({0, 1});
+                                    } else {
+                                      s.check_mapped(s.from, access, 1);
+                                    }
+                                  });
   }
 }
 

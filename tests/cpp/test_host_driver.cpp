@@ -440,17 +440,15 @@ TEST_CASE_FIXTURE(HostFixture, "a refusal of any driver call leaves all as it wa
   SUBCASE("unmap of writable pages") {
     map_run(*driver, range + kPage, first, Access::writable);
     std::memset(bytes_at(range + kPage), 3, 6 * kPage);
-    CHECK(refuse_each_call(*driver, range, kPages, [&] {
-            driver->unmap(range + kPage, first.size());
-          }) == 1);
+    CHECK(refuse_each_call(*driver, range, kPages,
+                           [&] { driver->unmap(range + kPage, first.size()); }) == 1);
     CHECK(memfd_mappings(range, kPages * kPage) == 0);
   }
   SUBCASE("unmap of private copies") {
     map_run(*driver, range + kPage, first, Access::copy_on_write);
     std::memset(bytes_at(range + kPage), 3, 6 * kPage);
-    CHECK(refuse_each_call(*driver, range, kPages, [&] {
-            driver->unmap(range + kPage, first.size());
-          }) == 1);
+    CHECK(refuse_each_call(*driver, range, kPages,
+                           [&] { driver->unmap(range + kPage, first.size()); }) == 1);
   }
   SUBCASE("remap") {
     map_run(*driver, range + kPage, second, Access::writable);

@@ -8,7 +8,7 @@ import ctypes
 import pytest
 
 import vtensor
-from cuda_support import needs_simcuda, tensor, values
+from cuda_support import needs_simcuda, tensor
 from support import calls, same_bytes, simcuda_control, simcuda_disarm
 from vtensor import testing
 
