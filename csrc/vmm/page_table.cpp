@@ -43,7 +43,8 @@ std::size_t PageTable::add_pages(std::unordered_set<const Page*>& seen) const {
   return shared;
 }
 
-void PageTable::check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const {
+void PageTable::check_entries(std::unordered_map<const Page*, PageUse>& uses,
+                              bool reachable) const {
   std::size_t mapped = 0, copy_on_write = 0, leaving = 0;
   for_each([&](Entry entry, std::size_t row, std::size_t index) {
     if ((entry.page() == nullptr) != (entry.state() == EntryState::empty)) {

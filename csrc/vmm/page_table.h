@@ -107,11 +107,11 @@ class PageTable {
     indices.end = std::min(indices.end, reserved());
     Run run{row, {}};
     auto of_run = kind(Entry{});
-    const auto end_run = [&] {
+    const auto end_run = [&]() VT_LOCKED {
       if (!run.indices.empty() && of_run != 0) visit(std::as_const(run), of_run);
     };
     const bool empty_too = of_run != 0;
-    walk(row, indices, empty_too, [&](std::size_t index, Entry entry) {
+    walk(row, indices, empty_too, [&](std::size_t index, Entry entry) VT_LOCKED {
       const auto of_entry = kind(entry);
       if (index == run.indices.end && of_entry == of_run) {
         ++run.indices.end;
@@ -130,7 +130,8 @@ class PageTable {
       VT_LOCKED {
     each_run(
         row, indices,
-        [&wanted](Entry entry) { return wanted(entry) ? 1 + static_cast<int>(entry.state()) : 0; },
+        [&wanted](Entry entry)
+            VT_LOCKED { return wanted(entry) ? 1 + static_cast<int>(entry.state()) : 0; },
         [&runs](const Run& run, int) { runs.push_back(run); });
   }
   // The same, of every row.
@@ -145,7 +146,7 @@ class PageTable {
   std::size_t first_not(Interval indices, Wanted wanted) const VT_LOCKED {
     std::size_t end = std::max(indices.begin, std::min(indices.end, reserved()));
     for (std::size_t row = 0; row < rows_; ++row) {
-      walk(row, {indices.begin, end}, true, [&](std::size_t index, Entry entry) {
+      walk(row, {indices.begin, end}, true, [&](std::size_t index, Entry entry) VT_LOCKED {
         if (wanted(entry)) return true;
         end = index;
         return false;
@@ -157,7 +158,7 @@ class PageTable {
   template <typename Visit>
   void for_each(Visit visit) const VT_LOCKED {
     for (std::size_t row = 0; row < rows_; ++row) {
-      walk(row, {0, reserved()}, false, [&](std::size_t index, Entry entry) {
+      walk(row, {0, reserved()}, false, [&](std::size_t index, Entry entry) VT_LOCKED {
         visit(entry, row, index);
         return true;
       });
@@ -166,7 +167,7 @@ class PageTable {
   // Calls visit(page) for the pages of the run, in order. Requires: it has pages.
   template <typename Visit>
   void each_page(const Run& run, Visit visit) const VT_LOCKED {
-    walk(run.row, run.indices, false, [&visit](std::size_t, Entry entry) {
+    walk(run.row, run.indices, false, [&visit](std::size_t, Entry entry) VT_LOCKED {
       visit(entry.page());
       return true;
     });
@@ -176,7 +177,8 @@ class PageTable {
   std::size_t add_pages(std::unordered_set<const Page*>& seen) const VT_LOCKED;
   // Adds what its entries use, `reachable` by a tensor or a view. Throws an Error that names the
   // violated invariant.
-  void check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const VT_LOCKED;
+  void check_entries(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const
+      VT_LOCKED;
 
  protected:
   ~PageTable() = default;
@@ -199,7 +201,7 @@ class PageTable {
     add(mapped_, -run.indices.size());
     if (is_copy_on_write(first)) copy_on_write_ -= run.indices.size();
     if (is_leaving(first)) leaving_ -= run.indices.size();
-    change(run, [&visit](Entry& entry) { visit(std::exchange(entry, {}).page()); });
+    change(run, [&visit](Entry& entry) VT_LOCKED { visit(std::exchange(entry, {}).page()); });
   }
   void set(std::size_t row, std::size_t index, Entry entry) noexcept VT_LOCKED {
     Entry& here = entries_.reserved(place(row, index));

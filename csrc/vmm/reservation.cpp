@@ -249,7 +249,7 @@ void Reservation::end() noexcept {
 }
 
 void Reservation::check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const {
-  PageTable::check(uses, reachable);
+  PageTable::check_entries(uses, reachable);
   for (const Page* page = kept_; page != nullptr; page = page->older) ++uses[page].entries;
 }
 
