@@ -32,6 +32,7 @@ from vtensor.errors import (
 )
 from vtensor.kv import KVCache, KVCacheStats
 from vtensor.pool import Pool, PoolStats, default_pool
+from vtensor.sharing import Reader
 from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, lease, zeros
 
 __version__ = "0.2.0"
@@ -69,6 +70,7 @@ __all__ = [
     "PageRecord",
     "Pool",
     "PoolStats",
+    "Reader",
     "TimedOut",
     "VTensor",
     "VTensorError",

@@ -52,6 +52,8 @@ class PoolStats:
         pages_spare: free pages with memory: growth takes them first, ``trim()`` gives the memory back.
         pages_private: pages in use, or beside the budget, that the kernel copied at a write to a shared one.
         pages_indexed: references that prefix indices keep on used pages, mapped or not.
+        pages_held_by_readers: pages in use that left a tensor, and that readers in other processes may still
+            read: until they sync, close or die (see :mod:`vtensor.sharing`).
         pages_mapped: page table entries: a page counts once for each place where it is mapped.
         pages_active: mapped pages that the tensors' lengths need.
         pages_prefetched: mapped pages that were prepared ahead of need.
@@ -87,6 +89,7 @@ class PoolStats:
     pages_spare: int = field(repr=False)
     pages_private: int = field(repr=False)
     pages_indexed: int = field(repr=False)
+    pages_held_by_readers: int = field(repr=False)
     pages_mapped: int
     pages_active: int
     pages_prefetched: int
@@ -137,6 +140,10 @@ class Pool(StaysHere):
         shared_budget: a name. All pools of this name, in all processes of this user on this machine, have one
             budget together, and each of them may reach it. One may take what another frees, and a killed
             process gives back what its pools had. They must name the same ``budget``.
+        shareable: other processes can read what is in the pool, as :mod:`vtensor.sharing` says: a tensor is
+            put in a queue of :mod:`multiprocessing` or :mod:`torch.multiprocessing`. A process that gets one
+            tensor of the pool can read all of its memory, so what is not for the same readers belongs in
+            another pool. On the host alone.
 
     Raises:
         InvalidArgument: a page size, budget, name or policy that makes no sense, or a budget other than the
@@ -157,14 +164,22 @@ class Pool(StaysHere):
         spare: Bytes | None = None,
         device_reserve: Bytes = 0,
         shared_budget: str | None = None,
+        shareable: bool = False,
     ) -> None:
         device = device_of("Pool", device)
+        if shareable and device.type != "cpu":
+            raise InvalidArgument(
+                f"[Pool] device is {device} and shareable is True: other processes can read memory of the host "
+                "alone"
+            )
         size = checked_page_size(page_size)
         options = pool_options(
             budget, zero, prefetch, cache, spare, device_reserve, shared_budget=shared_budget
         )
         if device.type == "cpu":
-            core = _core.host_pool(page_size=size, strict_holes=False, options=options)
+            core = _core.host_pool(
+                page_size=size, strict_holes=False, shareable=bool(shareable), options=options
+            )
         elif device.type == "cuda":
             index = device.index
             if index is None:
@@ -276,6 +291,7 @@ class Pool(StaysHere):
             pages_spare=counts.spare,
             pages_private=counts.private_copies,
             pages_indexed=counts.in_page_sets,
+            pages_held_by_readers=counts.held_by_readers,
             pages_mapped=counts.mapped,
             pages_active=counts.active,
             pages_prefetched=counts.prefetched,

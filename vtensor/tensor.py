@@ -10,7 +10,6 @@ import torch
 from vtensor import _core
 from vtensor._base.arguments import choice, default_device, device_of, integer, items, of_type, tag_of
 from vtensor._base.notebook import bundle
-from vtensor._base.processes import keep_private
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
@@ -388,7 +387,7 @@ class VTensor(torch.Tensor):
         return self
 
     def share_memory_(self) -> NoReturn:
-        """Raises VTensorError: other processes cannot follow a tensor that grows."""
+        """Raises VTensorError: a tensor of a shareable pool is put in a queue as it is (``vtensor.sharing``)."""
         _refuse("share_memory_")
 
     def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -402,9 +401,6 @@ class VTensor(torch.Tensor):
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises VTensorError: the storage belongs to vtensor."""
         _refuse("set_")
-
-
-keep_private(VTensor)
 
 
 def _refuse(operation: str) -> NoReturn:

@@ -11,6 +11,7 @@ using namespace nb::literals;
 void bind_errors(nb::module_& module);
 void bind_pool(nb::module_& module);
 void bind_tensor(nb::module_& module);
+void bind_reader(nb::module_& module);
 void bind_lease(nb::module_& module);
 void bind_slot_cache(nb::module_& module);
 void bind_arena(nb::module_& module);

@@ -9,6 +9,7 @@ NB_MODULE(_core, module) {
   vtensor::bind::bind_errors(module);
   vtensor::bind::bind_pool(module);
   vtensor::bind::bind_tensor(module);
+  vtensor::bind::bind_reader(module);
   vtensor::bind::bind_lease(module);
   vtensor::bind::bind_slot_cache(module);
   vtensor::bind::bind_arena(module);

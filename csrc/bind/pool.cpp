@@ -84,10 +84,11 @@ struct WeakPool {
   std::shared_ptr<Mapper::Signal> mapper;
 };
 
-std::shared_ptr<PagePool> host_pool(std::size_t page_size, bool strict_holes,
+std::shared_ptr<PagePool> host_pool(std::size_t page_size, bool strict_holes, bool shareable,
                                     const PoolOptions& options) {
   return in_pool("Pool", [&] {
-    const HostOptions host{.page_size = page_size, .strict_holes = strict_holes};
+    const HostOptions host{
+        .page_size = page_size, .strict_holes = strict_holes, .shareable = shareable};
     return PagePool::create(make_host_driver(host), options);
   });
 }
@@ -118,7 +119,8 @@ void bind_pool(nb::module_& module) {
       VT_FIELD(Counts, spare), VT_FIELD(Counts, in_page_sets), VT_FIELD(Counts, mapped),
       VT_FIELD(Counts, active), VT_FIELD(Counts, prefetched), VT_FIELD(Counts, cached),
       VT_FIELD(Counts, pinned), VT_FIELD(Counts, orphaned), VT_FIELD(Counts, reserved_pages),
-      VT_FIELD(Counts, asleep), VT_FIELD(Counts, buffers), VT_FIELD(Counts, held_elsewhere));
+      VT_FIELD(Counts, asleep), VT_FIELD(Counts, buffers), VT_FIELD(Counts, held_elsewhere),
+      VT_FIELD(Counts, held_by_readers));
 
   using Events = PoolEvents;
   bind_fields(nb::class_<Events>(module, "PoolEvents"), VT_FIELD(Events, growths_ready),
@@ -195,7 +197,7 @@ void bind_pool(nb::module_& module) {
   module.attr("NO_LIMIT") = std::numeric_limits<std::size_t>::max();
   module.attr("CACHE_BY_BUDGET") = kCacheByBudget;
 
-  module.def("host_pool", &host_pool, "page_size"_a, "strict_holes"_a, "options"_a);
+  module.def("host_pool", &host_pool, "page_size"_a, "strict_holes"_a, "shareable"_a, "options"_a);
   module.def("cuda_pool", &cuda_pool, "device"_a, "page_size"_a, "library"_a,
              "memory_is_host_memory"_a, "options"_a);
 }

@@ -85,6 +85,7 @@ void bind_tensor(nb::module_& module) {
       .def("reserve", &TensorCore::reserve, tensor, capacity)
       .def("fork", &TensorCore::fork, tensor, no_stream)
       .def("reallocate", &TensorCore::reallocate, tensor, "moved"_a, capacity)
+      .def("open_for_reader", &TensorCore::open_for_reader, tensor)
       .def("alias", &TensorCore::alias)
       .def("close", &TensorCore::close, tensor, no_stream)
       .def("fall_asleep", &TensorCore::fall_asleep, tensor, "sleep"_a)
@@ -101,6 +102,12 @@ void bind_tensor(nb::module_& module) {
       .def_prop_ro(
           "reserved_bytes",
           [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->range().bytes(); })
+      .def_prop_ro("row_bytes",
+                   [](TensorCore& core) {
+                     return core.closed() ? 0 : core.buffer()->range().row_bytes();
+                   })
+      .def_prop_ro(
+          "phase", [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->shape().phase; })
       .def_prop_ro("address", &TensorCore::address)
       .def_prop_ro("length", &TensorCore::length)
       .def_prop_ro("capacity", [](TensorCore& core) { return core.spec().capacity; })

@@ -1,6 +1,7 @@
 #include "bind/tensor_core.h"
 
 #include <nanobind/stl/unique_ptr.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -60,7 +61,7 @@ class TensorCore::Operation : public SoleOperation {
  public:
   Operation(TensorCore& core, const char* name, nb::handle self = {},
             std::optional<Stream> stream = {})
-      : SoleOperation(core.mutex_, core.buffer_, name, stream) {
+      : SoleOperation(core.mutex_, core.buffer_, name, stream), core_(core) {
     core.buffer_->raise_error();
     if (!self.is_valid()) return;
     undressed_.emplace(core, self);
@@ -72,8 +73,15 @@ class TensorCore::Operation : public SoleOperation {
         "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the call, and "
         "use t.alias() or t.clone() for what changes tensors in place");
   }
+  // Readers in other processes see what the operation has done.
+  ~Operation() {
+    if (core_.buffer_) core_.buffer_->show_positions();
+  }
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
 
  private:
+  TensorCore& core_;
   std::optional<Undressed> undressed_;  // sets the class before another operation may begin
 };
 
@@ -586,6 +594,20 @@ void TensorCore::reserve(nb::handle self, nb::handle given) {
     move_to_front(self, operation, 0, false);
   } catch (...) {
     spec_.capacity = before;
+    throw;
+  }
+}
+
+std::pair<int, int> TensorCore::open_for_reader(nb::handle self) {
+  const Operation operation(*this, "share", self);
+  const char* const name = operation.caller().operation;
+  const int memory = buffer_->pool()->driver().open_memory(name);
+  try {
+    without_gil([&] { buffer_->share(); });
+    buffer_->show_positions();
+    return {buffer_->range().shared()->open_for_reader(name), memory};
+  } catch (...) {
+    ::close(memory);
     throw;
   }
 }

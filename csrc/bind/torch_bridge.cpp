@@ -154,23 +154,27 @@ std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::
 
 namespace {
 
-// A DLPack tensor over a generation, which torch takes over. Its deleter ends the generation.
-template <typename Managed>
-Managed* make_export(Generation* generation, Address address, std::size_t bytes) {
+// Ends a generation with the storage over it.
+struct EndGeneration {
+  void operator()(Generation* generation) const { generation->client->pool()->end(generation); }
+};
+
+// A DLPack tensor, which torch takes over. Its deleter drops the owner of the memory.
+template <typename Managed, typename Owner>
+Managed* make_export(Owner owner, Device device, Address address, std::size_t bytes) {
   struct Export {
     Managed managed;
     std::int64_t bytes, stride;
-    Generation* generation;
+    Owner owner;
   };
-  auto* exported = new Export{{}, static_cast<std::int64_t>(bytes), /*stride=*/1, generation};
+  auto* exported = new Export{{}, static_cast<std::int64_t>(bytes), /*stride=*/1, std::move(owner)};
   Managed& managed = exported->managed;
   managed.context = exported;
   managed.deleter = [](Managed* ended) {
     const std::unique_ptr<Export> exported(static_cast<Export*>(ended->context));
-    exported->generation->client->pool()->end(exported->generation);
   };
   managed.tensor = {reinterpret_cast<void*>(address),
-                    generation->client->pool()->traits().device,
+                    device,
                     1,
                     dlpack::kUint8,
                     &exported->bytes,
@@ -200,27 +204,31 @@ WithoutModes::~WithoutModes() {
   disabled_.attr("__exit__")(nb::none(), nb::none(), nb::none());
 }
 
-nb::object TorchBridge::tensor_over(Generation* generation, Address address, std::size_t bytes) {
+template <typename Owner>
+nb::object TorchBridge::tensor_over(Owner owner, Device device, Address address,
+                                    std::size_t bytes) {
   const WithoutModes plain;
   if (api_) {
-    auto* managed = make_export<dlpack::ManagedTensorVersioned>(generation, address, bytes);
+    auto* managed =
+        make_export<dlpack::ManagedTensorVersioned>(std::move(owner), device, address, bytes);
     managed->version = {1, 0};
     void* tensor = nullptr;
     if (api_->object_from_managed(managed, &tensor) != 0) throw nb::python_error();
     return nb::steal(static_cast<PyObject*>(tensor));
   }
-  auto* managed = make_export<dlpack::ManagedTensor>(generation, address, bytes);
+  auto* managed = make_export<dlpack::ManagedTensor>(std::move(owner), device, address, bytes);
   PyObject* capsule = PyCapsule_New(managed, "dltensor", end_unused_capsule);
   if (!capsule) {
     managed->deleter(managed);
     throw nb::python_error();
   }
-  nb::object owner = nb::steal(capsule);
+  nb::object owning = nb::steal(capsule);
   return call(from_dlpack_, {capsule});
 }
 
-nb::object TorchBridge::storage_over(Generation* generation, Address address, std::size_t bytes) {
-  nb::object storage = this->storage(tensor_over(generation, address, bytes));
+template <typename Owner>
+nb::object TorchBridge::storage_of(Owner owner, Device device, Address address, std::size_t bytes) {
+  nb::object storage = this->storage(tensor_over(std::move(owner), device, address, bytes));
   // Torch keeps the Python object and its attributes as long as the storage lives. Copying the
   // whole dict takes half the time of setting each attribute.
   nb::object attributes = nb::steal(PyDict_Copy(private_.ptr()));
@@ -228,6 +236,16 @@ nb::object TorchBridge::storage_over(Generation* generation, Address address, st
       PyObject_GenericSetDict(storage.ptr(), attributes.ptr(), nullptr) != 0)
     throw nb::python_error();
   return storage;
+}
+
+nb::object TorchBridge::storage_over(Generation* generation, Address address, std::size_t bytes) {
+  return storage_of(std::unique_ptr<Generation, EndGeneration>(generation),
+                    generation->client->pool()->traits().device, address, bytes);
+}
+
+nb::object TorchBridge::storage_over(std::shared_ptr<void> owner, Address address,
+                                     std::size_t bytes) {
+  return storage_of(std::move(owner), Device{.type = 1, .index = 0}, address, bytes);
 }
 
 nb::object TorchBridge::detach(nb::handle tensor) {

@@ -63,6 +63,8 @@ class TorchBridge {
   // A storage over `generation`, whose end ends the generation. `address` and `bytes` are the
   // extent. The storage refuses to be shared with other processes.
   nb::object storage_over(Generation* generation, Address address, std::size_t bytes);
+  // The same over memory of the host that `owner` keeps.
+  nb::object storage_over(std::shared_ptr<void> owner, Address address, std::size_t bytes);
   nb::object empty_storage(nb::handle device);
   // The storage of `tensor`. All tensors over it share this Python object.
   nb::object storage(nb::handle tensor) { return call(untyped_storage_, {tensor.ptr()}); }
@@ -104,7 +106,10 @@ class TorchBridge {
 
   TorchBridge();
   static bool is_true(nb::handle object) { return object.is(nb::bool_(true)); }
-  nb::object tensor_over(Generation* generation, Address address, std::size_t bytes);
+  template <typename Owner>
+  nb::object storage_of(Owner owner, Device device, Address address, std::size_t bytes);
+  template <typename Owner>
+  nb::object tensor_over(Owner owner, Device device, Address address, std::size_t bytes);
 
   const nb::object torch_ = nb::module_::import_("torch");
   const nb::object tensor_type_ = torch_.attr("Tensor");

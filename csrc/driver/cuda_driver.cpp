@@ -52,6 +52,11 @@ class CudaDriver final : public Driver {
   // No fault unshares pages here.
   void find_private_copies(Address, std::span<std::uint8_t>) override {}
   std::size_t free_memory() override;
+  int open_memory(const char* operation) override {
+    throw InvalidArgument("[", operation,
+                          "] memory of a CUDA device cannot be read by other processes yet: use a "
+                          "pool on the host, or send a copy, x.clone()");
+  }
 
   void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override;
   FencePtr fence(Stream stream) override { return streams("driver.fence").fence(stream); }

@@ -138,6 +138,11 @@ class Driver {
   // Bytes of the device's memory that are free.
   virtual std::size_t free_memory() = 0;
 
+  // A new descriptor, for reading, of the file in which handle h is the page at h * page_size. The
+  // caller closes it. Throws InvalidArgument, in the name of `operation`, if other processes may
+  // not read this memory.
+  virtual int open_memory(const char* operation) = 0;
+
   // Order between the work of streams and the core. On the host the calling threads do all work but
   // copies, so a fence of any other stream is null, which has passed.
 
@@ -171,6 +176,10 @@ class Driver {
 struct HostOptions {
   std::size_t page_size = 0;  // 0: the default, 64 KiB
   bool strict_holes = false;  // unmapped addresses fault on reads too; for tests of over-reads
+  bool shareable = false;     // other processes may read the memory
+  // What `open_memory` of another driver returned, if not -1: this one owns it, and reads what that
+  // one maps. It makes no handles and writes to none.
+  int memory = -1;
 };
 std::unique_ptr<Driver> make_host_driver(const HostOptions& options);
 // Bytes of the host's memory that this process may still take.

@@ -80,11 +80,14 @@ std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
 class HostDriver final : public Driver {
  public:
   HostDriver(const HostOptions& options, MapLimit& limit)
-      : hole_protection_(options.strict_holes ? PROT_NONE : PROT_READ), limit_(limit) {
+      : hole_protection_(options.strict_holes ? PROT_NONE : PROT_READ),
+        page_protection_(options.memory < 0 ? PROT_READ | PROT_WRITE : PROT_READ),
+        shareable_(options.shareable),
+        limit_(limit) {
     refuse_in_forked_child("host driver");
     const std::size_t granularity = granularity_of_kernel();
     page_size_ = checked_page_size(options.page_size, granularity);
-    open_memfd();
+    options.memory < 0 ? open_memfd() : void(state_.memfd = options.memory);
     traits_ = {.name = "host",
                .device = {.type = 1, .index = 0},
                .page_size = page_size_,
@@ -249,6 +252,25 @@ class HostDriver final : public Driver {
 
   std::size_t free_memory() override { return free_host_memory(); }
 
+  int open_memory(const char* operation) override {
+    refuse_in_forked_child(operation);
+    if (!shareable_) {
+      throw InvalidArgument(
+          "[", operation,
+          "] only memory of a shareable pool can be read by other processes: make "
+          "the pool with Pool(shareable=True), or send a copy, x.clone()");
+    }
+    int opened = -1;
+    const Refusal refusal = call(Call::open, 0, 0, [&] {
+      opened = open(text("/proc/self/fd/", state_.memfd).c_str(), O_RDONLY | O_CLOEXEC);
+      return opened >= 0;
+    });
+    if (!refusal) return opened;
+    throw refused(operation, Call::open, refusal.injected ? EMFILE : refusal.error,
+                  "opening the memfd of the pool anew",
+                  "mount /proc, and raise the limit on descriptors (ulimit -n)");
+  }
+
   void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override {
     refuse_in_forked_child("host copy");
     const bool out = direction == CopyDirection::out;
@@ -315,7 +337,8 @@ class HostDriver final : public Driver {
 
   void open_memfd() {
     int error = meter_.enter(Call::memfd_create) ? EMFILE : 0;
-    if (!error && (state_.memfd = memfd_create("vtensor", MFD_CLOEXEC)) < 0) error = errno;
+    if (!error && (state_.memfd = memfd_create("vtensor", MFD_CLOEXEC | MFD_ALLOW_SEALING)) < 0)
+      error = errno;
     if (error) {
       throw refused(
           "host driver", Call::memfd_create, error, "the memfd that a pool needs",
@@ -333,8 +356,10 @@ class HostDriver final : public Driver {
                           page_size_,
                           " bytes was refused: raise the limit on file sizes (ulimit -f)");
       }
-      if (ftruncate(state_.memfd, static_cast<off_t>(handles_ * page_size_)) == 0) return;
+      if (ftruncate(state_.memfd, static_cast<off_t>(handles_ * page_size_)) == 0) break;
     }
+    // So that no reader's mapping ever lies past its end.
+    if (shareable_) fcntl(state_.memfd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
   }
 
   std::string count_of(std::size_t pages) const {
@@ -411,7 +436,7 @@ class HostDriver final : public Driver {
 
   Refusal place_piece(Address at, std::size_t pages, Handle first, Access access) {
     const int flags = access == Access::copy_on_write ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
-    return place(Call::mmap, at, pages * page_size_, PROT_READ | PROT_WRITE, flags, state_.memfd,
+    return place(Call::mmap, at, pages * page_size_, page_protection_, flags, state_.memfd,
                  offset_of(first));
   }
 
@@ -455,7 +480,8 @@ class HostDriver final : public Driver {
     }
   }
 
-  const int hole_protection_;
+  const int hole_protection_, page_protection_;
+  const bool shareable_;
   MapLimit& limit_;
   std::size_t page_size_ = 0;
   std::uint64_t handles_ = 0;  // in the memfd

@@ -165,9 +165,10 @@ class Client : public std::enable_shared_from_this<Client> {
   bool leased() const VT_LOCKED;
   // The client woke without its contents: each page counts as a new arrival that shows zeros.
   virtual void lose_contents() noexcept VT_LOCKED {}
-  // Has reports of faults say whether its range is asleep.
+  // Has reports of faults, and readers in other processes, say whether its range is asleep.
   void explain_asleep(bool asleep) noexcept VT_LOCKED {
     if (known_) known_->set_asleep(asleep);
+    if (range_.shared()) range_.shared()->set_asleep(asleep);
   }
 
   // -- reports

@@ -26,6 +26,8 @@ namespace {
 
 // How long a wait sleeps before it looks again without having been woken.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
+// How often the worker looks whether readers in other processes have gone on, or died.
+constexpr std::chrono::nanoseconds kLookAtReaders = std::chrono::milliseconds(50);
 // A question without a request waits no longer for the other pools of a shared budget.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::milliseconds(50);
 // A thread that waits for driver calls to end waits for no more than so many pages to be released.
@@ -98,7 +100,8 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
     : ledger_(std::move(ledger)),
       driver_(std::move(driver)),
       options_(options),
-      store_(*driver_, options, ledger_.get(), [this]() VT_LOCKED { wake_mapper(); }) {}
+      store_(*driver_, options, ledger_.get(), [this]() VT_LOCKED { wake_mapper(); }),
+      shared_(*driver_, store_, [this]() VT_LOCKED { wake_mapper(); }) {}
 
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
@@ -211,8 +214,10 @@ bool PagePool::drop_copied(PoolLock& lock) {
 
 steady_clock::time_point PagePool::maintain(PoolLock& lock) {
   const bool copying = drop_copied(lock);
+  const bool held = shared_.collect();
   const auto due = store_.broken() ? steady_clock::time_point::max() : store_.release_excess(lock);
-  return copying ? std::min(due, steady_clock::now() + kLook) : due;
+  if (copying) return std::min(due, steady_clock::now() + kLook);
+  return held ? std::min(due, steady_clock::now() + kLookAtReaders) : due;
 }
 
 PoolCounts PagePool::counts() {
@@ -226,7 +231,9 @@ PoolCounts PagePool::counts() {
   counts.budget_pages = store_.budget();
   counts.used = store_.used() + store_.private_copies();
   counts.spare = store_.spare().size();
-  counts.in_page_sets = store_.in_page_sets();
+  shared_.collect();
+  counts.held_by_readers = shared_.kept();
+  counts.in_page_sets = store_.in_page_sets() - counts.held_by_readers;
   counts.asleep = store_.without_memory();
   if (ledger_) counts.held_elsewhere = ledger_->balance().held_elsewhere;
   return counts;
@@ -381,6 +388,7 @@ void PagePool::count_private_copies() {
 
 bool PagePool::tidy() noexcept {
   if (!ended_.empty()) reap();
+  shared_.publish();
   store_.give_back_uncovered();
   return std::exchange(wake_mapper_, false);
 }

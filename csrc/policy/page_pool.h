@@ -30,6 +30,7 @@
 #include "vmm/pool_lock.h"
 #include "vmm/pool_options.h"
 #include "vmm/row_shape.h"
+#include "vmm/shared_range.h"
 
 namespace vtensor {
 
@@ -47,8 +48,9 @@ struct PoolCounts {
   std::size_t pinned = 0;          // of the mapped: held by generations alone, or leaving
   std::size_t orphaned = 0;        // of the pinned: their tensor is gone
   std::size_t reserved_pages = 0;
-  std::size_t buffers = 0;         // open tensors, slots and arenas
-  std::size_t held_elsewhere = 0;  // bytes, by the other pools of a shared budget
+  std::size_t buffers = 0;          // open tensors, slots and arenas
+  std::size_t held_elsewhere = 0;   // bytes, by the other pools of a shared budget
+  std::size_t held_by_readers = 0;  // pages in use that readers in other processes may still read
 };
 
 // Counts since the pool was made.
@@ -90,6 +92,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   const DriverTraits& traits() const { return driver_->traits(); }
   std::size_t page_size() const { return traits().page_size; }
   PageStore& store() { return store_; }
+  // The ranges that other processes read.
+  SharedRanges& shared() VT_LOCKED { return shared_; }
   const PoolOptions& options() const { return options_; }
   ZeroPolicy zero_policy() const { return options_.zero; }
   bool looks_ahead() const { return options_.prefetch != 0; }
@@ -214,6 +218,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   PoolOptions options_;
 
   PageStore store_;
+  SharedRanges shared_ VT_GUARDED;
   // Threads that wait for the end of driver calls; the mapper begins no step meanwhile.
   std::size_t quiescing_ VT_GUARDED = 0;
   std::uint64_t next_id_ VT_GUARDED = 1;

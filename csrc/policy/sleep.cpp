@@ -109,6 +109,7 @@ FallAsleep::FallAsleep(const std::shared_ptr<PagePool>& pool, const Caller& call
   MakeRoom(*pool_).give_all_back(true);
   PoolLock lock(pool_);
   held_.hold(lock, clients);
+  require_no_readers();
   await_work(lock);
   unshare_private_copies(lock);
   std::size_t pages = 0;
@@ -124,6 +125,22 @@ FallAsleep::FallAsleep(const std::shared_ptr<PagePool>& pool, const Caller& call
                         entry.page()->sleep_slot * size, size});
     });
   }
+}
+
+// Readers would see zeros.
+void FallAsleep::require_no_readers() {
+  std::size_t readers = 0;
+  for (const std::shared_ptr<Client>& client : held_.all()) {
+    if (client->range().shared()) readers = std::max(readers, client->range().shared()->readers());
+  }
+  if (readers == 0) return;
+  explain(false);
+  throw Error("[", caller_.operation, "] ", readers,
+              " readers in other processes read memory that is to sleep: have them close it first");
+}
+
+void FallAsleep::explain(bool asleep) noexcept {
+  for (const std::shared_ptr<Client>& client : held_.all()) client->explain_asleep(asleep);
 }
 
 void FallAsleep::await_work(PoolLock& lock) {
@@ -188,9 +205,15 @@ std::size_t FallAsleep::finish() {
   }
   std::sort(pages.begin(), pages.end());
   pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
-  unmap(lock, runs);
+  explain(true);  // readers that come from now on find the memory asleep
+  require_no_readers();
+  try {
+    unmap(lock, runs);
+  } catch (...) {
+    explain(false);
+    throw;
+  }
   const std::size_t given = pool_->store().sleep(lock, pages);
-  for (const std::shared_ptr<Client>& client : held_.all()) client->explain_asleep(true);
   held_.release();
   return given;
 }

@@ -79,6 +79,8 @@ class FallAsleep {
 
  private:
   void await_work(PoolLock& lock) VT_LOCKED;
+  void require_no_readers() VT_LOCKED;
+  void explain(bool asleep) noexcept VT_LOCKED;
   void unshare_private_copies(PoolLock& lock) VT_LOCKED;
   void unmap(PoolLock& lock, std::span<const SleepRun> runs) VT_LOCKED;
 

@@ -1,6 +1,7 @@
 #include "tensor/buffer.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 
 #include "base/align.h"
@@ -88,6 +89,7 @@ Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
 void Buffer::set_positions(Interval positions) {
   positions_ = positions;
   if (row_faults_ != nullptr) row_faults_->follow(positions, owned_);
+  if (!shown_.empty()) show(intersection(shown_, positions));
 }
 
 void Buffer::assign(Interval positions, Interval extent, std::size_t ready_end) {
@@ -180,6 +182,10 @@ void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep)
 }
 
 void Buffer::leave() noexcept {
+  if (range_.shared() && !placed()) {
+    range_.shared()->close();
+    leftover_.keep_nothing();  // readers would see the next owner's bytes
+  }
   unmap_.touch({0, range_.reserved()});
   owned_ = false;
   expected_.reset();
@@ -327,6 +333,23 @@ void Buffer::enter_expected() {
   assign(expected_->positions, expected_->indices);
   expected_.reset();
   range_.event(trace::What::fork, extent_);
+}
+
+// -- readers in other processes
+
+void Buffer::share() {
+  const PoolLock lock(pool_);
+  if (range_.shared()) return;
+  range_.show_in(pool_->shared().add(range_.base(), range_.rows() * range_.row_pages(), 2));
+}
+
+void Buffer::show_positions() {
+  if (range_.shared() && !(shown_ == positions_)) show(positions_);
+}
+
+void Buffer::show(Interval positions) noexcept {
+  shown_ = positions;
+  range_.shared()->set_words(0, std::array<std::uint64_t, 2>{positions.begin, positions.end});
 }
 
 // -- look-ahead

@@ -116,6 +116,14 @@ class Buffer final : public Client {
     return expected_ == nullptr ? extent_.end : expected_->indices.end;
   }
 
+  // -- readers in other processes (see vmm/shared_range.h)
+
+  // Shows them the pages, from now on; another time it does nothing. Throws DriverError.
+  void share();
+  // Shows them the owner's positions, once their content is there. Positions that are given back
+  // are hidden at once.
+  void show_positions();
+
   // -- reuse
 
   // A cached buffer gets a new owner. False if it is not cached, or if pages of it are still
@@ -203,6 +211,7 @@ class Buffer final : public Client {
   Interval ahead() const VT_LOCKED;
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   void set_positions(Interval positions) VT_LOCKED;
+  void show(Interval positions) noexcept;
   void set_ready(std::size_t end) VT_LOCKED;
   // Sets ready_end to the first page index up to `end` that is not ready.
   void find_ready(std::size_t end) VT_LOCKED;
@@ -226,6 +235,7 @@ class Buffer final : public Client {
   const RowGeometry geometry_;
   Generation* host_ = nullptr;       // placed buffers only: keeps the host's range reserved
   RowFaults* row_faults_ = nullptr;  // known_'s range, if the buffer is a tensor's
+  Interval shown_;                   // positions that readers in other processes see
   Interval positions_;               // changed with the lock; the owner reads it without it too
   Interval extent_ VT_GUARDED;       // page indices of positions_, and of an accepted longer prefix
   Ahead ahead_ VT_GUARDED;           // pages past the extent

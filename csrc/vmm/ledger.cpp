@@ -2,7 +2,6 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/types.h>
@@ -15,12 +14,12 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <mutex>
 #include <thread>
 
 #include "base/align.h"
 #include "base/process.h"
 #include "base/system_errors.h"
+#include "vmm/shared_file.h"
 
 namespace vtensor {
 
@@ -46,33 +45,6 @@ constexpr off_t kFileLock = 0;
 constexpr off_t kLife = 2;  // and on: one a place
 
 off_t life_of(std::size_t place) { return kLife + static_cast<off_t>(place); }
-
-flock lock_of(short type, off_t first, off_t bytes) {
-  flock lock{};
-  lock.l_type = type;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = first;
-  lock.l_len = bytes;
-  return lock;
-}
-
-// 0, or what the system refuses it with; EAGAIN if another holds it. `meter` may be null.
-int try_lock(CallMeter* meter, int file, off_t byte) {
-  if (meter != nullptr && meter->enter(Call::fcntl)) return ENOLCK;
-  flock lock = lock_of(F_WRLCK, byte, 1);
-  return fcntl(file, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
-}
-
-void unlock(int file, off_t byte) noexcept {
-  flock lock = lock_of(F_UNLCK, byte, 1);
-  static_cast<void>(fcntl(file, F_OFD_SETLK, &lock));  // of what we hold: nothing to refuse
-}
-
-// Whether another open file has one of these locks. True if that cannot be seen.
-bool is_locked(int file, off_t first, off_t bytes) {
-  flock lock = lock_of(F_WRLCK, first, bytes);
-  return fcntl(file, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
-}
 
 DriverError lock_refused(int error, const std::string& path) {
   return refused("shared budget", Call::fcntl, error, "locking " + path,
@@ -119,98 +91,48 @@ struct Ledger::Content {
   std::uint64_t last_word;  // kMagic, unless the file was cut, and maybe made longer since
 };
 
-// The file, open and mapped. Its locks are this object's own: a forked child has neither the
-// descriptor nor the mapping, either of which would keep the locks when we are dead.
-class Ledger::File {
+// The file, open and mapped.
+class Ledger::File : public SharedFile {
  public:
-  File() {
-    watch_forks();
-    static std::once_flag once;
-    std::call_once(once, [] {
-      pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); }, leave_in_child);
-    });
-    const std::lock_guard no_fork(mutex());
-    all().push_back(this);
-  }
-  ~File() {
-    const std::lock_guard no_fork(mutex());
-    std::erase(all(), this);
-    if (content_ != nullptr) munmap(content_, sizeof(Content));
-    if (descriptor_ >= 0) close(descriptor_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
+  bool map() { return SharedFile::map(sizeof(Content), sizeof(Content)); }
 
-  bool open(const std::string& path, int flags) {
-    const std::lock_guard no_fork(mutex());
-    descriptor_ = ::open(path.c_str(), flags, S_IRUSR | S_IWUSR);
-    return descriptor_ >= 0;
-  }
-  bool map() {
-    const std::lock_guard no_fork(mutex());
-    void* const at =
-        mmap(nullptr, sizeof(Content), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
-    if (at == MAP_FAILED) return false;
-    content_ = static_cast<Content*>(at);
-    return madvise(at, sizeof(Content), MADV_DONTFORK) == 0;
-  }
-
-  int descriptor() const { return descriptor_; }
   // Null if the file has lost its name, or was ever cut. Good for a few accesses.
   Content* whole() const noexcept {
     struct stat found{};
-    const bool is_whole = fstat(descriptor_, &found) == 0 && found.st_nlink != 0 &&
-                          is_long(found) && content_ != nullptr &&
-                          !cut_.load(std::memory_order_acquire) && content_->last_word == kMagic;
-    return is_whole ? content_ : nullptr;
+    const bool is_whole = fstat(descriptor(), &found) == 0 && found.st_nlink != 0 &&
+                          is_long(found) && mapped() != nullptr &&
+                          !cut_.load(std::memory_order_acquire) && mapped()->last_word == kMagic;
+    return is_whole ? mapped() : nullptr;
   }
   // Zeros, for good, once the file was cut. Good for a few accesses, for which the file is long
   // enough now. Requires: it is mapped.
   Content& content() noexcept {
     struct stat found{};
     if (!cut_.load(std::memory_order_acquire) &&
-        !(fstat(descriptor_, &found) == 0 && is_long(found))) {
+        !(fstat(descriptor(), &found) == 0 && is_long(found))) {
       // In one step for other threads, which may be about to use it.
-      void* const at = mmap(content_, sizeof(Content), PROT_READ | PROT_WRITE,
+      void* const at = mmap(mapped(), sizeof(Content), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
       cut_.store(at != MAP_FAILED, std::memory_order_release);
     }
-    return *content_;
+    return *mapped();
   }
 
  private:
   static bool is_long(const struct stat& file) {
     return file.st_size >= static_cast<off_t>(sizeof(Content));
   }
-  // Never destroyed: a pool may end while the process does.
-  static std::mutex& mutex() {
-    static auto& mutex = *new std::mutex;
-    return mutex;
-  }
-  static std::vector<File*>& all() {
-    static auto& files = *new std::vector<File*>;
-    return files;
-  }
-  static void leave_in_child() {
-    for (File* file : all()) {
-      if (file->descriptor_ >= 0) close(file->descriptor_);
-      file->descriptor_ = -1;
-      file->content_ = nullptr;
-    }
-    mutex().unlock();
-  }
+  Content* mapped() const { return reinterpret_cast<Content*>(at()); }
 
-  int descriptor_ = -1;
-  Content* content_ = nullptr;
-  std::atomic<bool> cut_{false};  // content_ is not the file's any more
+  std::atomic<bool> cut_{false};  // what is mapped is not the file's any more
 };
 
 // The file's lock. Waits up to 1 s, and then throws TimedOut. Throws DriverError.
 class Ledger::Locked {
  public:
   // `meter` is null where the pool's driver may have ended.
-  Locked(const Ledger& ledger, CallMeter* meter) : file_(ledger.file_->descriptor()) {
-    int error = try_lock(meter, file_, kFileLock);
+  Locked(const Ledger& ledger, CallMeter* meter) : file_(*ledger.file_) {
+    int error = file_.try_lock(meter, kFileLock);
     for (int tries = 0; error != 0; ++tries) {
       if (error != EAGAIN && error != EACCES) throw lock_refused(error, ledger.path());
       if (tries == kLockTries) {
@@ -219,15 +141,15 @@ class Ledger::Locked {
                            " and is stopped: let it go on, or kill it");
       }
       tries < kWithoutPause ? std::this_thread::yield() : std::this_thread::sleep_for(kLockPause);
-      error = try_lock(nullptr, file_, kFileLock);
+      error = file_.try_lock(nullptr, kFileLock);
     }
   }
-  ~Locked() { unlock(file_, kFileLock); }
+  ~Locked() { file_.unlock(kFileLock); }
   Locked(const Locked&) = delete;
   Locked& operator=(const Locked&) = delete;
 
  private:
-  const int file_;
+  const SharedFile& file_;
 };
 
 // -- the file
@@ -266,7 +188,7 @@ Ledger::Ledger(CallMeter& meter, const std::string& name, int flags)
     : meter_(meter), name_(name), file_(std::make_shared<File>()) {
   call(Call::open, EMFILE, "opening " + path(),
        "raise the limit on descriptors (ulimit -n), or see which users may write there",
-       [&] { return file_->open(path(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | flags); });
+       [&] { return file_->open(path(), O_RDWR | O_NOFOLLOW | flags); });
   struct stat found{};
   if (fstat(file_->descriptor(), &found) != 0 || !S_ISREG(found.st_mode) ||
       found.st_uid != geteuid()) {
@@ -335,10 +257,10 @@ bool Ledger::is_linked() const {
 void Ledger::unlink() const noexcept { ::unlink(path().c_str()); }
 
 bool Ledger::is_alive(std::size_t place) const {
-  return is_locked(file_->descriptor(), life_of(place), 1);
+  return file_->is_locked(life_of(place), 1);
 }
 
-bool Ledger::any_alive() const { return is_locked(file_->descriptor(), kLife, 0); }
+bool Ledger::any_alive() const { return file_->is_locked(kLife, 0); }
 
 // -- a place
 
@@ -388,7 +310,7 @@ void Ledger::take_place(std::uint64_t limit, Device device) {
   Place& place = content.places[free];
   place.process = 0;
   place.held = place.wanted = place.cached = place.spare = 0;
-  const int error = try_lock(&meter_, file_->descriptor(), life_of(free));
+  const int error = file_->try_lock(&meter_, life_of(free));
   if (error != 0) throw lock_refused(error, path());
   place.word.reset();
   place.answered = answered_ = content.last_request;
@@ -408,11 +330,11 @@ Ledger::~Ledger() {
   place.process = 0;
   try {
     const Locked locked(*this, nullptr);
-    unlock(file_->descriptor(), life_of(place_));  // so that of two that leave one is last
+    file_->unlock(life_of(place_));  // so that of two that leave one is last
     if (!any_alive() && is_linked()) unlink();
   } catch (...) {
     // The file stays, and the next pool of its name finds no living pool in it.
-    unlock(file_->descriptor(), life_of(place_));
+    file_->unlock(life_of(place_));
   }
 }
 

@@ -156,6 +156,9 @@ void Reservation::enter(const Arrival& arrival) {
     if (arrival.state == EntryState::writable) {
       for (Page* const page : arrival.pages) page->last_owner = owner_;
     }
+    if (shared_) {
+      for (const Run& run : arrival.runs) show(run);
+    }
     return;
   }
   std::size_t i = 0;
@@ -226,16 +229,32 @@ void Reservation::carry_out(
 }
 
 void Reservation::enter(const Departure& departure) {
-  for (const Run& run : std::span(departure.runs).first(departure.done))
-    departed(run, [this](Page* page) VT_LOCKED { pages_.drop(page); });
+  for (const Run& run : std::span(departure.runs).first(departure.done)) {
+    std::size_t index = run.indices.begin;
+    departed(run, [&](Page* page) VT_LOCKED { let_go(run.row, index++, page); });
+  }
+}
+
+void Reservation::show_in(std::shared_ptr<SharedRange> shared) {
+  shared_ = std::move(shared);
+  for (const Run& run : collect({0, reserved()}, is_mapped)) show(run);
+}
+
+void Reservation::show(const Run& run) {
+  std::size_t n = shown_at(run.row, run.indices.begin);
+  each_page(run, [&](const Page* page) VT_LOCKED { shared_->came(n++, page); });
 }
 
 void Reservation::keep_to_the_end(Page* page) noexcept { page->older = std::exchange(kept_, page); }
 
 void Reservation::replace(std::size_t row, std::size_t index, Page* page,
                           EntryState state) noexcept {
-  if (Page* const was = at(row, index).page(); was != page) pages_.drop(was);
+  Page* const was = at(row, index).page();
   set(row, index, {page, state});
+  if (was != page) {
+    let_go(row, index, was);
+    if (shared_) shared_->came(shown_at(row, index), page);
+  }
   if (state == EntryState::writable) page->last_owner = owner_;
 }
 

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <span>
 #include <unordered_map>
@@ -20,6 +21,7 @@
 #include "vmm/page_table.h"
 #include "vmm/pool_lock.h"
 #include "vmm/row_shape.h"
+#include "vmm/shared_range.h"
 
 namespace vtensor {
 
@@ -128,6 +130,13 @@ class Reservation : public PageTable {
   // Waits for all work launched in `stream` so far. False if it does not end in time.
   bool await_work(Stream stream) const noexcept;
 
+  // -- readers in other processes
+
+  // Shows them what is mapped, from now on, in `shared`, which has these addresses.
+  void show_in(std::shared_ptr<SharedRange> shared) VT_LOCKED;
+  // Null if no other process may read the range.
+  const std::shared_ptr<SharedRange>& shared() const { return shared_; }
+
   // -- bytes
 
   void zero(Bytes bytes, Stream stream) const;
@@ -145,6 +154,15 @@ class Reservation : public PageTable {
   // Adds `runs` as the driver takes them, with their handles from the first of `handles` on.
   void add_page_runs(std::vector<PageRun>& to, std::span<const Run> runs,
                      std::span<const Handle> handles) const;
+  // Of the page in the range that is shown to readers.
+  std::size_t shown_at(std::size_t row, std::size_t index) const {
+    return (address(row, index) - shared_->base()) / page_size_;
+  }
+  void show(const Run& run) VT_LOCKED;
+  // `page` is mapped there no longer.
+  void let_go(std::size_t row, std::size_t index, Page* page) noexcept VT_LOCKED {
+    shared_ ? shared_->went(shown_at(row, index), page) : pages_.drop(page);
+  }
   // Zeroes what the last owners of mapped pages left, and makes their memory present if `populate`.
   void ready(Arrival& arrival, Stream stream, bool populate) const;
 
@@ -159,6 +177,7 @@ class Reservation : public PageTable {
   std::uint64_t owner_ = kNoOwner;
   std::vector<RowHome> homes_ VT_GUARDED;
   bool stitched_ VT_GUARDED = false;
+  std::shared_ptr<SharedRange> shared_;
   Page* kept_ VT_GUARDED = nullptr;  // see keep_to_the_end; linked by Page::older
 };
 

@@ -16,12 +16,13 @@ def host_pool(
     budget: Bytes | None = None,
     zero: ZeroPolicy = "new_owner",
     strict_holes: bool = True,
+    shareable: bool = False,
     **options: Any,
 ) -> Pool:
     """Makes a host pool whose unmapped addresses also fault on reads, which reveals over-reads.
 
     Args:
-        page_size, budget, zero: as for :class:`~vtensor.Pool`.
+        page_size, budget, zero, shareable: as for :class:`~vtensor.Pool`.
         strict_holes: whether a read of an unmapped address faults.
         options: as for :class:`~vtensor.Pool`, except that ``prefetch`` defaults to 0; and ``patience``, the
             seconds after which the pool's waits time out.
@@ -32,6 +33,7 @@ def host_pool(
     core = _core.host_pool(
         page_size=checked_page_size(page_size),
         strict_holes=bool(strict_holes),
+        shareable=bool(shareable),
         options=pool_options(budget, zero, **options),
     )
     return Pool._over(core, torch.device("cpu"))

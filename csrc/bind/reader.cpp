@@ -1,0 +1,117 @@
+// What a process reads of another's shared ranges.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/process.h"
+#include "bind/bindings.h"
+#include "bind/operation.h"
+#include "bind/torch_bridge.h"
+#include "policy/page_record.h"
+#include "vmm/range_reader.h"
+
+namespace vtensor::bind {
+
+namespace {
+
+// The ranges of one object, which are synced together. Views keep their range.
+class ReaderCore {
+ public:
+  // `words`: how many the object's owner keeps, in the first range.
+  ReaderCore(const std::vector<std::pair<int, int>>& files, std::size_t words) {
+    std::size_t opened = 0;
+    try {
+      for (; opened < files.size(); words = 0) {
+        const auto [range, memory] = files[opened++];
+        ranges_.emplace_back(new RangeReader(range, memory, words), DeleteUnlessForked{});
+        pointers_.push_back(ranges_.back().get());
+      }
+    } catch (...) {
+      for (; opened < files.size(); ++opened) {
+        ::close(files[opened].first);
+        ::close(files[opened].second);
+      }
+      throw;
+    }
+  }
+
+  bool sync() {
+    const OperationLock lock(mutex_, "reader");
+    require_open("reader");
+    return RangeReader::sync(pointers_);
+  }
+  nb::object storage(std::size_t i) {
+    const std::shared_ptr<RangeReader>& range = at(i);
+    return TorchBridge::get().storage_over(range, range->base(), range->bytes());
+  }
+  void close() {
+    const OperationLock lock(mutex_, "reader");
+    pointers_.clear();
+    ranges_.clear();
+  }
+  bool closed() const { return ranges_.empty(); }
+  std::vector<std::uint64_t> words() {
+    const std::span<const std::uint64_t> words = at(0)->words();
+    return {words.begin(), words.end()};
+  }
+  const std::shared_ptr<RangeReader>& at(std::size_t i) {
+    require_open("reader");
+    return ranges_.at(i);
+  }
+
+ private:
+  void require_open(const char* operation) const {
+    if (closed()) throw Closed("[", operation, "] the reader is closed: receive the object again");
+  }
+
+  std::vector<std::shared_ptr<RangeReader>> ranges_;
+  std::vector<RangeReader*> pointers_;
+  OperationMutex mutex_{"reader"};
+};
+
+}  // namespace
+
+void bind_reader(nb::module_& module) {
+  nb::class_<ReaderCore>(module, "ReaderCore")
+      .def(nb::init<const std::vector<std::pair<int, int>>&, std::size_t>(), "files"_a, "words"_a)
+      .def("sync", &ReaderCore::sync)
+      .def("storage", &ReaderCore::storage, "range"_a)
+      .def("close", &ReaderCore::close)
+      .def_prop_ro("closed", &ReaderCore::closed)
+      .def_prop_ro("words", &ReaderCore::words)
+      .def(
+          "base", [](ReaderCore& core, std::size_t i) { return core.at(i)->base(); }, "range"_a)
+      .def(
+          "page_size", [](ReaderCore& core, std::size_t i) { return core.at(i)->page_size(); },
+          "range"_a)
+      .def(
+          "bytes", [](ReaderCore& core, std::size_t i) { return core.at(i)->bytes(); }, "range"_a)
+      .def(
+          "mapped", [](ReaderCore& core, std::size_t i) { return core.at(i)->mapped(); }, "range"_a)
+      .def(
+          "pages",
+          [](ReaderCore& core, std::size_t i, std::size_t row_pages) {
+            const RangeReader& range = *core.at(i);
+            std::vector<PageRecord> records;
+            for (std::size_t n = 0; n < range.bytes() / range.page_size(); ++n) {
+              if (range.handle_at(n) < 0) continue;
+              records.push_back({n / row_pages, n % row_pages, range.base() + n * range.page_size(),
+                                 range.handle_at(n), 1, "mapped"});
+            }
+            return records;
+          },
+          "range"_a, "row_pages"_a)
+      .def("fail_after", [](ReaderCore& core, std::uint64_t skip, std::uint64_t refuse) {
+        core.at(0)->meter().fail_after(skip, refuse);
+      });
+}
+
+}  // namespace vtensor::bind

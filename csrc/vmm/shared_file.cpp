@@ -1,0 +1,117 @@
+#include "vmm/shared_file.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "base/process.h"
+
+namespace vtensor {
+
+namespace {
+
+// Never destroyed: a pool may end while the process does.
+std::mutex& registry_mutex() {
+  static auto& mutex = *new std::mutex;
+  return mutex;
+}
+std::vector<SharedFile*>& registry() {
+  static auto& files = *new std::vector<SharedFile*>;
+  return files;
+}
+
+flock lock_of(short type, off_t first, off_t bytes) {
+  flock lock{};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = first;
+  lock.l_len = bytes;
+  return lock;
+}
+
+}  // namespace
+
+SharedFile::SharedFile() {
+  watch_forks();
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pthread_atfork([] { registry_mutex().lock(); }, [] { registry_mutex().unlock(); },
+                   leave_in_child);
+  });
+  const std::lock_guard no_fork(registry_mutex());
+  registry().push_back(this);
+}
+
+SharedFile::~SharedFile() {
+  const std::lock_guard no_fork(registry_mutex());
+  std::erase(registry(), this);
+  if (at_ != nullptr) munmap(at_, bytes_);
+  if (descriptor_ >= 0) close(descriptor_);
+}
+
+void SharedFile::leave_in_child() {
+  for (SharedFile* file : registry()) {
+    if (file->descriptor_ >= 0) close(file->descriptor_);
+    file->descriptor_ = -1;
+    file->at_ = nullptr;
+  }
+  registry_mutex().unlock();
+}
+
+bool SharedFile::open(const std::string& path, int flags) {
+  const std::lock_guard no_fork(registry_mutex());
+  descriptor_ = ::open(path.c_str(), flags | O_CLOEXEC, S_IRUSR | S_IWUSR);
+  return descriptor_ >= 0;
+}
+
+bool SharedFile::make(const char* name, std::size_t bytes) {
+  const std::lock_guard no_fork(registry_mutex());
+  descriptor_ = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  return descriptor_ >= 0 && ftruncate(descriptor_, static_cast<off_t>(bytes)) == 0 &&
+         fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0;
+}
+
+bool SharedFile::reopen(int descriptor, int flags) {
+  return open(text("/proc/self/fd/", descriptor), flags);
+}
+
+bool SharedFile::map(std::size_t bytes, std::size_t writable) {
+  const std::lock_guard no_fork(registry_mutex());
+  void* const at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor_, 0);
+  if (at == MAP_FAILED) return false;
+  at_ = static_cast<std::byte*>(at);
+  bytes_ = bytes;
+  return mprotect(at, writable, PROT_READ | PROT_WRITE) == 0 &&
+         madvise(at, bytes, MADV_DONTFORK) == 0;
+}
+
+int SharedFile::release() noexcept {
+  const std::lock_guard no_fork(registry_mutex());
+  return std::exchange(descriptor_, -1);
+}
+
+int SharedFile::try_lock(CallMeter* meter, off_t byte) const {
+  if (meter != nullptr && meter->enter(Call::fcntl)) return ENOLCK;
+  flock lock = lock_of(F_WRLCK, byte, 1);
+  return fcntl(descriptor_, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
+}
+
+void SharedFile::unlock(off_t byte) const noexcept {
+  flock lock = lock_of(F_UNLCK, byte, 1);
+  static_cast<void>(fcntl(descriptor_, F_OFD_SETLK, &lock));  // of what we hold: never refused
+}
+
+bool SharedFile::is_locked(off_t first, off_t bytes) const {
+  flock lock = lock_of(F_WRLCK, first, bytes);
+  return fcntl(descriptor_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+}  // namespace vtensor

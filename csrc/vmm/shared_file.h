@@ -1,0 +1,55 @@
+// A file that processes share: its descriptor, its mapping and locks of its bytes. A forked child
+// has neither the descriptor nor the mapping, either of which would keep the locks when this
+// process is dead.
+//
+// Locks are those of open file descriptions (F_OFD_SETLK): the kernel lets them go with the
+// process, and they mean the same in every PID namespace.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <string>
+
+#include "base/calls.h"
+
+namespace vtensor {
+
+class SharedFile {
+ public:
+  SharedFile();
+  ~SharedFile();
+  SharedFile(const SharedFile&) = delete;
+  SharedFile& operator=(const SharedFile&) = delete;
+
+  // These return false, with the reason in errno, if the system refuses.
+
+  bool open(const std::string& path, int flags);
+  // Makes a file without a name, of `bytes` zeros, whose size never changes.
+  bool make(const char* name, std::size_t bytes);
+  // Opens the file behind `descriptor` anew: locks belong to an open file, not to a descriptor.
+  bool reopen(int descriptor, int flags);
+  // Maps the first `bytes`, of which the caller may write the first `writable`.
+  bool map(std::size_t bytes, std::size_t writable);
+
+  int descriptor() const { return descriptor_; }
+  // The caller closes the descriptor. Requires: nothing is mapped.
+  int release() noexcept;
+  std::byte* at() const { return at_; }
+
+  // 0, or what the system refuses it with; EAGAIN if another open file has it. `meter` counts the
+  // call, and may be null.
+  int try_lock(CallMeter* meter, off_t byte) const;
+  void unlock(off_t byte) const noexcept;
+  // Whether another open file has one of these locks. True if that cannot be seen.
+  bool is_locked(off_t first, off_t bytes) const;
+
+ private:
+  static void leave_in_child();
+
+  int descriptor_ = -1;
+  std::byte* at_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace vtensor

@@ -1,0 +1,180 @@
+#include "vmm/shared_range.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <limits>
+#include <utility>
+
+#include "base/system_errors.h"
+
+namespace vtensor {
+
+using shared::State;
+
+// -- one range
+
+SharedRange::SharedRange(SharedRanges& all, Address base, shared::Sizes sizes)
+    : all_(all), base_(base), sizes_(sizes) {
+  CallMeter& meter = all_.driver_.meter();
+  const auto require = [&](Call call, int injected, const char* what, const auto& done) {
+    const int error = meter.enter(call) ? injected : (done() ? 0 : errno);
+    if (error != 0) {
+      throw refused("share", call, error, what,
+                    "close files or raise the limit on them (ulimit -n), and free memory");
+    }
+  };
+  const std::size_t bytes = sizes_.file();
+  require(Call::memfd_create, EMFILE, "the memfd that readers see a range by",
+          [&] { return file_.make("vtensor-shared", bytes); });
+  require(Call::mmap, ENOMEM, "mapping that memfd", [&] { return file_.map(bytes, bytes); });
+  require(Call::fcntl, ENOLCK, "locking that memfd",
+          [&] { return file_.try_lock(nullptr, shared::kWriterLife) == 0; });
+  parts_ = {file_.at(), sizes_};
+  const shared::Memory memory = shared::memory_behind(all_.driver_.open_memory("share"));
+  shared::Header& header = parts_.header();
+  header.layout = shared::kLayout;
+  header.words = static_cast<std::uint32_t>(sizes_.words);
+  header.pages = sizes_.pages;
+  header.page_size = all_.driver_.traits().page_size;
+  header.memory = memory;
+  header.table_version = header.words_version = version_;
+  header.magic = shared::kMagic;
+}
+
+void SharedRange::change(std::size_t n, std::uint64_t entry) noexcept {
+  shared::Header& header = parts_.header();
+  if (!changing_) {
+    // Room for it was made with the range.
+    all_.changing_.push_back(this);
+    changing_ = true;
+    header.table_version.store(version_ + 1, std::memory_order_seq_cst);
+  }
+  // Release: no reader sees an entry before the version that is odd.
+  parts_.entry(n).store(entry, std::memory_order_release);
+  changed_ = changed_.empty()
+                 ? Interval{n, n + 1}
+                 : Interval{std::min(changed_.begin, n), std::max(changed_.end, n + 1)};
+}
+
+void SharedRange::came(std::size_t n, const Page* page) noexcept { change(n, page->handle + 1); }
+
+// Once the owner has left, the table stays: readers keep what they have.
+
+void SharedRange::went(std::size_t n, Page* page) noexcept {
+  if (parts_.entry(n).load(std::memory_order_relaxed) == 0) return all_.store_.drop(page);
+  if (!closed()) change(n, 0);
+  try {
+    kept_.push_back({page, version_ + 2});
+    all_.store_.count_in_page_sets(1);
+    all_.keeps_ = true;
+  } catch (const std::bad_alloc&) {
+    // Without memory to note it, it is never dropped: readers may read it.
+  }
+}
+
+void SharedRange::publish() noexcept {
+  shared::Header& header = parts_.header();
+  version_ += 2;
+  shared::Change& change = header.changes[version_ / 2 % shared::kChanges];
+  change.first.store(changed_.begin, std::memory_order_release);
+  change.end.store(changed_.end, std::memory_order_release);
+  if (header.end.load(std::memory_order_relaxed) < changed_.end)
+    header.end.store(changed_.end, std::memory_order_release);
+  // Before `oldest_held` looks: a reader that it does not see yet sees this version.
+  header.table_version.store(version_, std::memory_order_seq_cst);
+  changed_ = {};
+  changing_ = false;
+}
+
+void SharedRange::set_words(std::size_t first, std::span<const std::uint64_t> words) noexcept {
+  if (closed()) return;
+  shared::Word& version = parts_.header().words_version;
+  const std::uint64_t now = version.load(std::memory_order_relaxed);
+  version.store(now + 1, std::memory_order_relaxed);
+  for (std::size_t i = 0; i < words.size(); ++i)
+    parts_.word(first + i).store(words[i], std::memory_order_release);
+  version.store(now + 2, std::memory_order_release);
+}
+
+void SharedRange::set_state(State state) noexcept {
+  if (closed()) return;
+  parts_.header().state.store(static_cast<std::uint64_t>(state), std::memory_order_seq_cst);
+}
+
+std::size_t SharedRange::readers() const {
+  if (!file_.is_locked(shared::kReaderLives, shared::kMostReaders)) return 0;
+  std::size_t living = 0;
+  for (std::size_t i = 0; i < shared::kMostReaders; ++i)
+    living += file_.is_locked(shared::kReaderLives + static_cast<off_t>(i), 1);
+  return living;
+}
+
+std::uint64_t SharedRange::oldest_held() const {
+  std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
+  if (!file_.is_locked(shared::kReaderLives, shared::kMostReaders)) return oldest;
+  for (std::size_t i = 0; i < shared::kMostReaders; ++i) {
+    if (!file_.is_locked(shared::kReaderLives + static_cast<off_t>(i), 1)) continue;
+    oldest = std::min(oldest, parts_.place(i).held.load(std::memory_order_seq_cst));
+  }
+  return oldest;
+}
+
+int SharedRange::open_for_reader(const char* operation) const {
+  SharedFile file;
+  if (all_.driver_.meter().enter(Call::open) || !file.reopen(file_.descriptor(), O_RDWR)) {
+    throw refused(operation, Call::open, errno, "opening the memfd of a shared range anew",
+                  "mount /proc, and raise the limit on descriptors (ulimit -n)");
+  }
+  return file.release();
+}
+
+// -- all ranges
+
+std::shared_ptr<SharedRange> SharedRanges::add(Address base, std::size_t pages, std::size_t words) {
+  std::shared_ptr<SharedRange> range(
+      new SharedRange(*this, base, {.words = words, .pages = pages}));
+  all_.reserve(all_.size() + 1);
+  changing_.reserve(all_.size() + 1);  // `change` cannot fail
+  all_.push_back(range);
+  return range;
+}
+
+void SharedRanges::publish() noexcept {
+  for (SharedRange* range : changing_) range->publish();
+  changing_.clear();
+  if (std::exchange(keeps_, false) && collect()) when_kept_();
+}
+
+bool SharedRanges::collect() noexcept {
+  bool any = false;
+  for (const std::shared_ptr<SharedRange>& range : all_) {
+    std::vector<SharedRange::Kept>& kept = range->kept_;
+    if (kept.empty()) continue;
+    const std::uint64_t held = range->oldest_held();
+    const auto end = std::find_if(kept.begin(), kept.end(),
+                                  [held](const auto& one) { return one.version > held; });
+    for (auto one = kept.begin(); one != end; ++one) {
+      store_.count_in_page_sets(-1);
+      store_.drop(one->page);
+    }
+    kept.erase(kept.begin(), end);
+    any |= !kept.empty();
+  }
+  // Of ranges that are gone, without anything to keep.
+  std::erase_if(all_, [](const auto& range) VT_LOCKED {
+    return range.use_count() == 1 && range->kept_.empty() && !range->changing_;
+  });
+  return any;
+}
+
+std::size_t SharedRanges::kept() const {
+  std::size_t pages = 0;
+  for (const std::shared_ptr<SharedRange>& range : all_) pages += range->kept_.size();
+  return pages;
+}
+
+}  // namespace vtensor

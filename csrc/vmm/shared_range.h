@@ -1,0 +1,111 @@
+// Ranges of addresses that other processes read (vmm/shared_layout.h), and the pages that only
+// these still read. The idea of a version that each reader holds is that of epoch-based
+// reclamation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/interval.h"
+#include "vmm/page_store.h"
+#include "vmm/pool_lock.h"
+#include "vmm/shared_file.h"
+#include "vmm/shared_layout.h"
+
+namespace vtensor {
+
+class SharedRanges;
+
+class SharedRange {
+ public:
+  Address base() const { return base_; }
+  std::size_t pages() const { return sizes_.pages; }
+
+  // -- the table: each hold of the lock is one change to readers
+
+  // `page` is mapped at the n-th page of the range.
+  void came(std::size_t n, const Page* page) noexcept VT_LOCKED;
+  // Page `page` is mapped there no longer. Takes over its reference, and drops it once no reader
+  // can read the page.
+  void went(std::size_t n, Page* page) noexcept VT_LOCKED;
+
+  // -- words; not two threads at a time
+
+  void set_words(std::size_t first, std::span<const std::uint64_t> words) noexcept;
+
+  // Readers learn that the memory is away, or back.
+  void set_asleep(bool asleep) noexcept {
+    set_state(asleep ? shared::State::asleep : shared::State::open);
+  }
+  // Readers learn that the owner has left; they keep what they have.
+  void close() noexcept { set_state(shared::State::closed); }
+  // Living readers.
+  std::size_t readers() const;
+  // An open file of its own over the shared file, for another process. The caller closes it.
+  int open_for_reader(const char* operation) const;
+
+ private:
+  friend class SharedRanges;
+
+  struct Kept {
+    Page* page;
+    std::uint64_t version;  // of the table without it
+  };
+
+  SharedRange(SharedRanges& all, Address base, shared::Sizes sizes);
+  void set_state(shared::State state) noexcept;
+  bool closed() const {
+    return parts_.header().state.load(std::memory_order_relaxed) ==
+           static_cast<std::uint64_t>(shared::State::closed);
+  }
+  void change(std::size_t n, std::uint64_t entry) noexcept VT_LOCKED;
+  void publish() noexcept VT_LOCKED;
+  // The oldest version that a living reader holds.
+  std::uint64_t oldest_held() const;
+
+  SharedRanges& all_;
+  const Address base_;
+  const shared::Sizes sizes_;
+  SharedFile file_;
+  shared::Parts parts_{};
+  std::uint64_t version_ VT_GUARDED = 2;  // of the table as published last; even
+  Interval changed_ VT_GUARDED;           // since then
+  bool changing_ VT_GUARDED = false;      // the published version is odd
+  std::vector<Kept> kept_ VT_GUARDED;     // oldest first
+};
+
+// A pool's.
+class SharedRanges {
+ public:
+  // `when_kept` asks for a call of collect() before long.
+  SharedRanges(Driver& driver, PageStore& store, std::function<void()> when_kept)
+      : driver_(driver), store_(store), when_kept_(std::move(when_kept)) {}
+  SharedRanges(const SharedRanges&) = delete;
+  SharedRanges& operator=(const SharedRanges&) = delete;
+
+  // A range of `pages` pages with `words` words. Throws DriverError.
+  std::shared_ptr<SharedRange> add(Address base, std::size_t pages, std::size_t words) VT_LOCKED;
+  // Before the lock is let go: readers see what has changed, and pages that none of them reads are
+  // dropped.
+  void publish() noexcept VT_LOCKED;
+  // Drops pages that no reader can read any more. False if none is left.
+  bool collect() noexcept VT_LOCKED;
+  // Pages that are in use only because a reader may read them, or a page table has them too.
+  std::size_t kept() const VT_LOCKED;
+
+ private:
+  friend class SharedRange;
+
+  Driver& driver_;
+  PageStore& store_;
+  const std::function<void()> when_kept_;
+  std::vector<std::shared_ptr<SharedRange>> all_ VT_GUARDED;
+  std::vector<SharedRange*> changing_ VT_GUARDED;
+  bool keeps_ VT_GUARDED = false;  // pages were kept since `publish`
+};
+
+}  // namespace vtensor
