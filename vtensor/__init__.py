@@ -32,7 +32,7 @@ from vtensor.errors import (
 )
 from vtensor.kv import KVCache, KVCacheStats
 from vtensor.pool import Pool, PoolStats, default_pool
-from vtensor.sharing import Reader
+from vtensor.sharing import ArenaReader, CacheReader, ModuleReader, Reader, share
 from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, lease, zeros
 
 __version__ = "0.2.0"
@@ -56,6 +56,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Arena",
+    "ArenaReader",
     "ArenaStats",
     "Asleep",
     "Blocks",
@@ -71,6 +72,7 @@ __all__ = [
     "Pool",
     "PoolStats",
     "Reader",
+    "share",
     "TimedOut",
     "VTensor",
     "VTensorError",

@@ -29,10 +29,14 @@ from typing import Any, NoReturn
 import torch
 
 from vtensor import _core
-from vtensor._base.processes import keep_private
+from vtensor._base.arguments import of_type
+from vtensor._base.processes import StaysHere, keep_private
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
-from vtensor.errors import Closed, VTensorError
+from vtensor.arena import Arena
+from vtensor.errors import Closed, InvalidArgument, VTensorError
+from vtensor.kv import KVCache
+from vtensor.pool import Heap, open_pools
 from vtensor.tensor import TensorCore, VTensor
 
 ReaderCore = _core.ReaderCore
@@ -97,6 +101,9 @@ class Reader(VTensor):
     as they take any VTensor. A write to it is refused, or ends the process with a report where torch does not
     let us refuse it: through a view, or as ``out=``.
     """
+
+    # Of its own: in a forked child that of VTensor refuses, and a reader may be received there.
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     _core: ReaderCore  # type: ignore[assignment]
     _storage: torch.UntypedStorage
@@ -202,6 +209,31 @@ class Reader(VTensor):
         )
 
 
+class _ParentsReader(Reader):
+    """A reader that a forked child has of its parent."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> None:
+        _core.refuse_in_forked_child(getattr(func, "__name__", str(func)))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "<Reader of the parent process>"
+
+
+_readers: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()  # by id
+
+
+def _leave_to_parent() -> None:
+    for reader in list(_readers.values()):
+        reader.__class__ = _ParentsReader
+    _readers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class _ClosedReader(Reader):
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -253,17 +285,30 @@ class _Descriptor:
         return descriptor
 
 
+_Files = list[tuple[int, int]]
+_Sent = list[tuple[_Descriptor, _Descriptor]]
+
+
+def _send(files: _Files) -> _Sent:
+    return [(_Descriptor(of_range), _Descriptor(of_memory)) for of_range, of_memory in files]
+
+
+def _receive(sent: _Sent, words: int) -> ReaderCore:
+    return ReaderCore([(of_range.receive(), of_memory.receive()) for of_range, of_memory in sent], words)
+
+
 def _reduce(tensor: VTensor) -> Any:
     core = tensor._core
-    range_file, memory_file = TensorCore.open_for_reader(core, tensor)
-    shape = _Shape(
-        tuple(tensor.shape), core.grow_dim, core.capacity, core.dtype, core.row_bytes, core.phase
+    sent = _send(TensorCore.open_for_readers(core, tensor))
+    sizes = tuple(tensor.shape)
+    return _rebuild, (
+        sent,
+        _Shape(sizes, core.grow_dim, core.capacity, core.dtype, core.row_bytes, core.phase),
     )
-    return _rebuild, (_Descriptor(range_file), _Descriptor(memory_file), shape)
 
 
-def _rebuild(range_file: _Descriptor, memory_file: _Descriptor, shape: _Shape) -> Reader:
-    core = ReaderCore([(range_file.receive(), memory_file.receive())], 2)
+def _rebuild(sent: _Sent, shape: _Shape) -> Reader:
+    core = _receive(sent, 2)
     if not shape.fits(core.bytes(0)):
         core.close()
         raise VTensorError("[Reader] what was received does not fit its range: send it again")
@@ -273,10 +318,188 @@ def _rebuild(range_file: _Descriptor, memory_file: _Descriptor, shape: _Shape) -
     reader._shape = shape
     reader._storage = core.storage(0)
     reader._show(0, 0)
+    _readers[id(reader)] = reader
     reader.sync()
     return reader
 
 
+# -- objects that have tensors: their readers have views, which never change
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor in one of an object's ranges."""
+
+    range: int
+    offset: int  # bytes
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, number: int, base: int) -> _View:
+        return cls(number, tensor.data_ptr() - base, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def over(self, core: ReaderCore, storages: list[torch.UntypedStorage]) -> torch.Tensor:
+        item = self.dtype.itemsize
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        inside = 0 <= self.offset and self.offset + (last + 1) * item <= core.bytes(self.range)
+        if self.offset % item or min(self.strides, default=0) < 0 or not inside:
+            raise VTensorError("[reader] what was received does not fit its range: send it again")
+        with without_modes():
+            return torch.empty(0, dtype=self.dtype).set_(  # type: ignore[call-overload, no-any-return]
+                storages[self.range], self.offset // item, self.sizes, self.strides
+            )
+
+
+class ObjectReader(StaysHere):
+    """What another process reads of an object: plain tensors that :meth:`sync` does not replace.
+
+    They have their full size from the beginning, and read as zeros where the writer has nothing. Writing to
+    one ends the process.
+    """
+
+    def __init__(self, core: ReaderCore, views: dict[Any, _View]) -> None:
+        self._core = core
+        storages = [core.storage(i) for i in range(core.ranges)]
+        self._tensors = {key: view.over(core, storages) for key, view in views.items()}
+
+    def sync(self) -> bool:
+        """As :meth:`Reader.sync`."""
+        return ReaderCore.sync(self._core)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._core.closed
+
+    def close(self) -> None:
+        """As :meth:`Reader.close`."""
+        self._tensors.clear()
+        ReaderCore.close(self._core)
+
+    def _at(self, key: object) -> torch.Tensor:
+        if self.closed:
+            raise Closed(f"[{type(self).__name__}] the reader is closed: receive the object again")
+        return self._tensors[key]
+
+    def __enter__(self) -> ObjectReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class ArenaReader(ObjectReader):
+    """Reads an :class:`~vtensor.Arena`."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The range as a ``uint8`` tensor ``[nbytes]``. Blocks that are not mapped read as zeros."""
+        return self._at("tensor")
+
+
+class ModuleReader(ObjectReader):
+    """Reads the tensors of a module that :func:`~vtensor.adopt` moved into a pool."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The module's parameters and buffers, by name, as ``load_state_dict(..., assign=True)`` takes them."""
+        return {name: self._at(name) for name in self._tensors}
+
+
+class CacheReader(ObjectReader):
+    """Reads a :class:`~vtensor.KVCache`: whole steps."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each slot, as last synced: 0 if it is free, swapped out, or still being filled from a
+        prefix or from host memory. Layers with a window read zeros before what the window still sees."""
+        return self._core.words
+
+    def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """K and V of a layer, as ``cache[layer]`` is in the writer: ``[slots, heads, max_len, dim]``."""
+        k = self._at((layer, "k"))
+        return k, self._tensors.get((layer, "v"))
+
+
+class SharedModule(StaysHere):
+    """A module on its way to other processes: see :func:`share`. It may be sent several times."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+
+def share(module: torch.nn.Module) -> SharedModule:
+    """What to put in a queue, a pipe or a process's arguments so that another process reads a module's tensors.
+
+    It arrives there as a :class:`ModuleReader`. No weight is copied. What an optimizer changes in place is seen
+    at once; tensors that are new to the module, and those that have moved, are not.
+
+    Args:
+        module: a module that :func:`~vtensor.adopt` moved into a shareable pool.
+
+    Raises:
+        InvalidArgument: ``module`` is no module. When it is sent: its pool is not shareable, or one of its
+            tensors is in no pool.
+    """
+    return SharedModule(of_type("share", "module", module, torch.nn.Module))
+
+
+def _rebuild_object(reader: Any, sent: _Sent, words: int, views: dict[Any, _View]) -> Any:
+    made = reader(_receive(sent, words), views)
+    made.sync()
+    return made
+
+
+def _reduce_arena(arena: Arena) -> Any:
+    view = _View.of(arena.tensor, 0, arena.tensor.data_ptr())
+    sent = _send(_core.ArenaCore.open_for_readers(arena._core))
+    return _rebuild_object, (ArenaReader, sent, 0, {"tensor": view})
+
+
+def _reduce_cache(cache: KVCache) -> Any:
+    views = {}
+    for layer in range(cache.num_layers):
+        for name, tensor in zip("kv", cache[layer], strict=True):
+            if tensor is not None:
+                group, base = _core.CacheCore.range_at(cache._core, tensor.data_ptr())
+                views[layer, name] = _View.of(tensor, group, base)
+    sent = _send(_core.CacheCore.open_for_readers(cache._core))
+    return _rebuild_object, (CacheReader, sent, cache.max_batch, views)
+
+
+def heap_of(module: torch.nn.Module) -> Heap:
+    """The heap that the module was moved into."""
+    for pool in open_pools():
+        for heap in list(pool._heaps.values()):
+            if heap.adopted.has(module):
+                return heap
+    raise InvalidArgument("[share] the module is in no pool: call vtensor.adopt(module, pool) first")
+
+
+def _reduce_module(shared: SharedModule) -> Any:
+    module = shared._module
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    tensors = {name: tensor for name, tensor in named if tensor.numel()}
+    arenas = heap_of(module).core.open_for_readers([tensor.data_ptr() for tensor in tensors.values()])
+    sent = _send([files for _, _, files in arenas])
+    views = {}
+    for name, tensor in tensors.items():
+        for number, (base, nbytes, _) in enumerate(arenas):
+            if base <= tensor.data_ptr() < base + nbytes:
+                views[name] = _View.of(tensor, number, base)
+        if name not in views:
+            raise InvalidArgument(
+                f"[share] {name} is not in the pool that the module was moved to: call "
+                "vtensor.adopt(module, pool) again"
+            )
+    return _rebuild_object, (ModuleReader, sent, 0, views)
+
+
+reduction.ForkingPickler.register(Arena, _reduce_arena)
+reduction.ForkingPickler.register(KVCache, _reduce_cache)
+reduction.ForkingPickler.register(SharedModule, _reduce_module)
 reduction.ForkingPickler.register(VTensor, _reduce)
 keep_private(Reader)
 keep_private(_ClosedReader)
+keep_private(_ParentsReader)

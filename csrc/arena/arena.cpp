@@ -517,6 +517,7 @@ void Arena::forget(const Generation* generation) noexcept {
 }
 
 void Arena::leave() noexcept {
+  if (range_.shared()) range_.shared()->close();
   owned_ = false;
   wanted_.clear();
   pool_->wanting().remove(*this);

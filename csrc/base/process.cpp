@@ -14,6 +14,7 @@ void watch_forks() {
   std::call_once(once, [] {
     pthread_atfork(nullptr, nullptr, [] {
       in_forked_child = true;
+      ++forks;
       trace::on = false;
     });
   });

@@ -3,11 +3,16 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 
 namespace vtensor {
 
 // Set in a child by the handler of `watch_forks`; never cleared.
 inline std::atomic<bool> in_forked_child{false};
+
+// How many forks lie between this process and the first one that watched: what was made at another
+// count is another process's.
+inline std::atomic<std::uint32_t> forks{0};
 
 // Installs the handler that sets `in_forked_child` and ends the trace there. May be called again.
 void watch_forks();

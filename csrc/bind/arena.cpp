@@ -2,6 +2,7 @@
 #include "arena/arena.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -19,6 +20,7 @@
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
+#include "bind/sharing.h"
 #include "bind/sleep.h"
 #include "bind/torch_bridge.h"
 
@@ -90,6 +92,14 @@ class ArenaCore {
     const SoleOperation operation(mutex_, arena_, "Arena");
     Generation* const generation = without_gil([&] { return arena_->publish(); });
     return TorchBridge::get().storage_over(generation, arena_->base(), arena_->bytes());
+  }
+  std::vector<ReaderFiles::Pair> open_for_readers() {
+    return run("Arena.share", {}, [](Arena& arena, const Caller& caller) {
+      arena.share(caller.operation, 0);
+      ReaderFiles files;
+      files.add(caller.operation, arena);
+      return files.take();
+    });
   }
   void fall_asleep(SleepCore& sleep) {
     const SoleOperation operation(mutex_, arena_, "Pool.sleep");
@@ -228,6 +238,7 @@ void bind_arena(nb::module_& module) {
       .def("trim", &ArenaCore::trim, "intervals"_a = nb::none())
       .def("holds", &ArenaCore::holds, "intervals"_a)
       .def("record_stream", &ArenaCore::record_stream, no_stream)
+      .def("open_for_readers", &ArenaCore::open_for_readers)
       .def("storage", &ArenaCore::storage)
       .def("fall_asleep", &ArenaCore::fall_asleep, "sleep"_a)
       .def("counts", &ArenaCore::counts)

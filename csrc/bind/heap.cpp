@@ -2,9 +2,13 @@
 #include "heap/heap.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -13,6 +17,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -22,6 +27,7 @@
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
+#include "bind/sharing.h"
 #include "bind/sleep.h"
 #include "bind/torch_bridge.h"
 
@@ -113,6 +119,29 @@ class HeapCore {
     return without_gil([&] { return heap->counts(); });
   }
 
+  // The arenas in which these addresses lie: first byte, bytes and files of each.
+  using OpenArena = std::tuple<Address, std::size_t, ReaderFiles::Pair>;
+  std::vector<OpenArena> open_for_readers(const std::vector<Address>& addresses) {
+    const std::shared_ptr<Heap> heap = open("share");
+    return without_gil([&] {
+      std::vector<std::shared_ptr<Arena>> arenas = heap->arenas();
+      std::erase_if(arenas, [&](const auto& arena) {
+        return std::none_of(addresses.begin(), addresses.end(), [&](Address address) {
+          return address - arena->base() < arena->bytes();
+        });
+      });
+      ReaderFiles files;
+      for (const std::shared_ptr<Arena>& arena : arenas) {
+        arena->share("share", 0);
+        files.add("share", *arena);
+      }
+      std::vector<OpenArena> all;
+      for (const std::shared_ptr<Arena>& arena : arenas)
+        all.emplace_back(arena->base(), arena->bytes(), files.at(all.size()));
+      files.take();
+      return all;
+    });
+  }
   void fall_asleep(SleepCore& sleep) {
     const std::shared_ptr<Heap> heap = open("Pool.sleep");
     for (const std::shared_ptr<Arena>& arena : without_gil([&] { return heap->arenas(); }))
@@ -159,6 +188,7 @@ void bind_heap(nb::module_& module) {
       .def("allocate", &HeapCore::allocate, "nbytes"_a, no_stream)
       .def("free", &HeapCore::free, "address"_a, no_stream)
       .def("storage", &HeapCore::storage, "nbytes"_a)
+      .def("open_for_readers", &HeapCore::open_for_readers, "addresses"_a)
       .def("trim", &HeapCore::trim)
       .def("counts", &HeapCore::counts)
       .def_prop_ro("asleep", &HeapCore::asleep)

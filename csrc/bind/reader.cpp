@@ -22,6 +22,13 @@ namespace vtensor::bind {
 
 namespace {
 
+// A forked child leaves the readers of its parent as they are.
+struct DeleteOwn {
+  void operator()(RangeReader* range) const {
+    if (!range->left_behind()) delete range;
+  }
+};
+
 // The ranges of one object, which are synced together. Views keep their range.
 class ReaderCore {
  public:
@@ -31,7 +38,7 @@ class ReaderCore {
     try {
       for (; opened < files.size(); words = 0) {
         const auto [range, memory] = files[opened++];
-        ranges_.emplace_back(new RangeReader(range, memory, words), DeleteUnlessForked{});
+        ranges_.emplace_back(new RangeReader(range, memory, words), DeleteOwn{});
         pointers_.push_back(ranges_.back().get());
       }
     } catch (...) {
@@ -44,8 +51,8 @@ class ReaderCore {
   }
 
   bool sync() {
-    const OperationLock lock(mutex_, "reader");
-    require_open("reader");
+    const Operation operation(*this);
+    require_open();
     return RangeReader::sync(pointers_);
   }
   nb::object storage(std::size_t i) {
@@ -53,23 +60,40 @@ class ReaderCore {
     return TorchBridge::get().storage_over(range, range->base(), range->bytes());
   }
   void close() {
-    const OperationLock lock(mutex_, "reader");
+    const Operation operation(*this);
     pointers_.clear();
     ranges_.clear();
   }
   bool closed() const { return ranges_.empty(); }
-  std::vector<std::uint64_t> words() {
+  std::size_t ranges() const { return ranges_.size(); }
+  std::vector<std::uint64_t> words() const {
     const std::span<const std::uint64_t> words = at(0)->words();
     return {words.begin(), words.end()};
   }
-  const std::shared_ptr<RangeReader>& at(std::size_t i) {
-    require_open("reader");
+  const std::shared_ptr<RangeReader>& at(std::size_t i) const {
+    require_open();
     return ranges_.at(i);
   }
 
  private:
-  void require_open(const char* operation) const {
-    if (closed()) throw Closed("[", operation, "] the reader is closed: receive the object again");
+  // One at a time. Refused for what a forked child has of its parent.
+  class Operation {
+   public:
+    explicit Operation(ReaderCore& core) : core_(core) {
+      if (!core.ranges_.empty() && core.ranges_.front()->left_behind())
+        refuse_in_forked_child("reader");
+      core.mutex_.lock("reader");
+    }
+    ~Operation() { core_.mutex_.unlock(); }
+    Operation(const Operation&) = delete;
+    Operation& operator=(const Operation&) = delete;
+
+   private:
+    ReaderCore& core_;
+  };
+
+  void require_open() const {
+    if (closed()) throw Closed("[reader] the reader is closed: receive the object again");
   }
 
   std::vector<std::shared_ptr<RangeReader>> ranges_;
@@ -86,6 +110,7 @@ void bind_reader(nb::module_& module) {
       .def("storage", &ReaderCore::storage, "range"_a)
       .def("close", &ReaderCore::close)
       .def_prop_ro("closed", &ReaderCore::closed)
+      .def_prop_ro("ranges", &ReaderCore::ranges)
       .def_prop_ro("words", &ReaderCore::words)
       .def(
           "base", [](ReaderCore& core, std::size_t i) { return core.at(i)->base(); }, "range"_a)

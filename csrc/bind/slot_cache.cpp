@@ -2,6 +2,7 @@
 #include "kv/slot_cache.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -26,6 +27,7 @@
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
+#include "bind/sharing.h"
 #include "bind/sleep.h"
 #include "bind/slot_range.h"
 #include "bind/torch_bridge.h"
@@ -198,6 +200,23 @@ class CacheCore {
 
   // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
   // Its views find their cache through `cache`, a weak reference. A broken pool's is readable too.
+  std::vector<ReaderFiles::Pair> open_for_readers() {
+    const Operation op(*this, "KVCache.share");
+    without_gil([&] { cache_->share(op.caller()); });
+    ReaderFiles files;
+    for (std::size_t group = 0; group < cache_->buffers().groups(); ++group)
+      files.add(op.caller().operation, *cache_->buffers().range(group));
+    return files.take();
+  }
+  // The row group in whose range an address lies, and the first address of that range.
+  std::pair<std::size_t, Address> range_at(Address address) {
+    const Operation op(*this, "KVCache.share");
+    for (std::size_t group = 0; group < cache_->buffers().groups(); ++group) {
+      const Reservation& range = cache_->buffers().range(group)->range();
+      if (address - range.base() < range.bytes()) return {group, range.base()};
+    }
+    refuse("KVCache.share", "no row group has address ", address);
+  }
   nb::object storage(std::size_t group, nb::object cache) {
     const SoleOperation operation(mutex_, cache_, "KVCache");
     const std::shared_ptr<Buffer>& range = cache_->buffers().range(group);
@@ -337,6 +356,10 @@ class CacheCore {
         : SoleOperation(core.mutex_, core.cache_, name, stream), cache_(*core.cache_) {
       cache_.buffers().range(0)->raise_error();  // this buffer is asleep if the slots are
     }
+    // Readers in other processes see whole steps.
+    ~Operation() { cache_.show_lengths(); }
+    Operation(const Operation&) = delete;
+    Operation& operator=(const Operation&) = delete;
     // As with_memory(). If memory is short, evicts prefixes that no request uses.
     void run_evicting(const std::function<void()>& body) const {
       with_memory(body, [this](unsigned tries) {
@@ -430,6 +453,8 @@ void bind_slot_cache(nb::module_& module) {
       .def("wait", &CacheCore::wait, "slot"_a, "layer"_a = nb::none())
       .def("await_arrivals", &CacheCore::await_arrivals)
       .def("begins", &CacheCore::begins)
+      .def("open_for_readers", &CacheCore::open_for_readers)
+      .def("range_at", &CacheCore::range_at, "address"_a)
       .def("storage", &CacheCore::storage, "row_group"_a, "cache"_a)
       .def("row_bytes", &CacheCore::row_bytes)
       .def("length", &CacheCore::length, "slot"_a, "band"_a = nb::none())

@@ -85,7 +85,7 @@ void bind_tensor(nb::module_& module) {
       .def("reserve", &TensorCore::reserve, tensor, capacity)
       .def("fork", &TensorCore::fork, tensor, no_stream)
       .def("reallocate", &TensorCore::reallocate, tensor, "moved"_a, capacity)
-      .def("open_for_reader", &TensorCore::open_for_reader, tensor)
+      .def("open_for_readers", &TensorCore::open_for_readers, tensor)
       .def("alias", &TensorCore::alias)
       .def("close", &TensorCore::close, tensor, no_stream)
       .def("fall_asleep", &TensorCore::fall_asleep, tensor, "sleep"_a)

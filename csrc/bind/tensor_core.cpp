@@ -1,7 +1,6 @@
 #include "bind/tensor_core.h"
 
 #include <nanobind/stl/unique_ptr.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -15,6 +14,7 @@
 #include "bind/arguments.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
+#include "bind/sharing.h"
 #include "bind/sleep.h"
 #include "tensor/sharing.h"
 
@@ -598,18 +598,14 @@ void TensorCore::reserve(nb::handle self, nb::handle given) {
   }
 }
 
-std::pair<int, int> TensorCore::open_for_reader(nb::handle self) {
+std::vector<ReaderFiles::Pair> TensorCore::open_for_readers(nb::handle self) {
   const Operation operation(*this, "share", self);
   const char* const name = operation.caller().operation;
-  const int memory = buffer_->pool()->driver().open_memory(name);
-  try {
-    without_gil([&] { buffer_->share(); });
-    buffer_->show_positions();
-    return {buffer_->range().shared()->open_for_reader(name), memory};
-  } catch (...) {
-    ::close(memory);
-    throw;
-  }
+  without_gil([&] { buffer_->share(name, 2); });
+  buffer_->show_positions();
+  ReaderFiles files;
+  files.add(name, *buffer_);
+  return files.take();
 }
 
 std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stream> stream) {

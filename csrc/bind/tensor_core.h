@@ -65,7 +65,7 @@ class TensorCore {
   void reallocate(nb::handle self, nb::handle moved, nb::handle capacity);
   // Descriptors by which another process reads the tensor: of its shared range and of the pool's
   // memory. The caller closes them.
-  std::pair<int, int> open_for_reader(nb::handle self);
+  std::vector<std::pair<int, int>> open_for_readers(nb::handle self);
   nb::object alias(nb::handle self);
   void close(nb::handle self, std::optional<Stream> stream);
   // Sets the tensor's class; `wake` once it is awake.

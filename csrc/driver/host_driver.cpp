@@ -84,7 +84,7 @@ class HostDriver final : public Driver {
         page_protection_(options.memory < 0 ? PROT_READ | PROT_WRITE : PROT_READ),
         shareable_(options.shareable),
         limit_(limit) {
-    refuse_in_forked_child("host driver");
+    if (options.memory < 0) refuse_in_forked_child("host driver");
     const std::size_t granularity = granularity_of_kernel();
     page_size_ = checked_page_size(options.page_size, granularity);
     options.memory < 0 ? open_memfd() : void(state_.memfd = options.memory);
@@ -103,13 +103,13 @@ class HostDriver final : public Driver {
   ~HostDriver() override {
     copies_.stop();
     // The ranges that are left are those of a broken pool, and nothing reaches them.
-    if (!in_forked_child) {
+    if (!left_behind()) {
       for (const auto& [range, left] : state_.reservations) munmap(pointer(left.base), left.bytes);
     }
   }
 
   Address reserve(std::size_t pages, Backed) override {
-    refuse_in_forked_child("host reserve");
+    refuse_if_left("host reserve");
     // More than asked for, to align the range; the surplus stays reserved until the range is freed.
     const std::size_t surplus = page_size_ - traits_.granularity;
     const auto asked = checked_multiply(pages, page_size_);
@@ -142,7 +142,7 @@ class HostDriver final : public Driver {
   }
 
   void free_range(Address range, std::size_t pages) override {
-    if (in_forked_child) return;
+    if (left_behind()) return;
     const std::lock_guard lock(state_.mutex);
     const auto it = state_.reservations.find(range);
     const HostReservation freed = it->second;
@@ -158,7 +158,7 @@ class HostDriver final : public Driver {
   }
 
   Handle create(std::size_t n) override {
-    refuse_in_forked_child("host create");
+    refuse_if_left("host create");
     Handle first = next_handle_.load(std::memory_order_relaxed);
     do {
       if (n > handles_ - first) {
@@ -171,7 +171,7 @@ class HostDriver final : public Driver {
   }
 
   void destroy(Handle first, std::size_t n) override {
-    if (in_forked_child) return;
+    if (left_behind()) return;
     const std::size_t bytes = n * page_size_;
     const Refusal refusal = call(Call::fallocate, 0, bytes, [&] {
       return fallocate(state_.memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_of(first),
@@ -183,7 +183,7 @@ class HostDriver final : public Driver {
   }
 
   void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) override {
-    refuse_in_forked_child("host map");
+    refuse_if_left("host map");
     std::size_t more = 0;
     for (const PageRun& run : runs) more += count_pieces(run.handles) + 1;  // the hole may be cut
     limit_.admit(more);
@@ -198,7 +198,7 @@ class HostDriver final : public Driver {
   }
 
   void unmap(Address at, std::size_t n) override {
-    if (in_forked_child) return;
+    if (left_behind()) return;
     limit_.add(kCut);
     if (const Refusal refusal = place_hole(at, n)) {
       throw refused("host unmap", Call::munmap, refusal.error, "unmapping " + count_of(n),
@@ -208,7 +208,7 @@ class HostDriver final : public Driver {
 
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access) override {
-    refuse_in_forked_child("host remap");
+    refuse_if_left("host remap");
     if (to.empty()) return;
     limit_.add(kCut);
     if (const std::size_t more = sub_sat(count_pieces(to), count_pieces(from))) limit_.admit(more);
@@ -222,17 +222,17 @@ class HostDriver final : public Driver {
   }
 
   void zero(Address at, std::size_t bytes, Stream) override {
-    refuse_in_forked_child("host zero");
+    refuse_if_left("host zero");
     std::memset(pointer(at), 0, bytes);
   }
 
   void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr>) override {
-    refuse_in_forked_child("host copy_pages");
+    refuse_if_left("host copy_pages");
     for (const PageCopy& copy : copies) copy_page(copy);
   }
 
   void populate(Address at, std::size_t n) override {
-    refuse_in_forked_child("host populate");
+    refuse_if_left("host populate");
     const std::size_t pages_at_once = std::max(kPopulateBytes / page_size_, std::size_t{1});
     for (std::size_t done = 0; done < n; done += pages_at_once) {
       const std::size_t pages = std::min(pages_at_once, n - done);
@@ -244,7 +244,7 @@ class HostDriver final : public Driver {
   }
 
   void find_private_copies(Address at, std::span<std::uint8_t> private_copies) override {
-    refuse_in_forked_child("host find_private_copies");
+    refuse_if_left("host find_private_copies");
     std::fill(private_copies.begin(), private_copies.end(), std::uint8_t{0});
     if (meter_.enter(Call::pagemap) || !pagemap_.find_private(at, page_size_, private_copies))
       std::fill(private_copies.begin(), private_copies.end(), kMaybeCopied);
@@ -253,7 +253,7 @@ class HostDriver final : public Driver {
   std::size_t free_memory() override { return free_host_memory(); }
 
   int open_memory(const char* operation) override {
-    refuse_in_forked_child(operation);
+    refuse_if_left(operation);
     if (!shareable_) {
       throw InvalidArgument(
           "[", operation,
@@ -272,7 +272,7 @@ class HostDriver final : public Driver {
   }
 
   void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override {
-    refuse_in_forked_child("host copy");
+    refuse_if_left("host copy");
     const bool out = direction == CopyDirection::out;
     if (out) advise_huge_pages(reinterpret_cast<Address>(memory), bytes);
     queue_copy(direction, out ? memory : pointer(at), out ? pointer(at) : memory, bytes);
@@ -280,7 +280,7 @@ class HostDriver final : public Driver {
 
   // Nothing but copies runs beside the caller.
   FencePtr fence(Stream stream) override {
-    refuse_in_forked_child("host fence");
+    refuse_if_left("host fence");
     return stream == kCopyStream ? copies_.fence() : nullptr;
   }
   bool passed(const Fence& fence) override { return HostCopies::passed(fence); }
@@ -296,6 +296,12 @@ class HostDriver final : public Driver {
   static constexpr Stream kCopyStream = 1;
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
   static constexpr std::chrono::seconds kPatience{60};
+
+  // Whether the driver is the one of a process that this one was forked from.
+  bool left_behind() const { return forks.load(std::memory_order_relaxed) != forks_; }
+  void refuse_if_left(const char* operation) const {
+    if (left_behind()) refuse_in_forked_child(operation);
+  }
 
   // A copy into memory that was never touched takes three times its own time in small pages. A
   // hint: if it is refused, the copy is slower. Huge pages that lie within alone: what is beside is
@@ -480,6 +486,7 @@ class HostDriver final : public Driver {
     }
   }
 
+  const std::uint32_t forks_ = forks.load(std::memory_order_relaxed);  // when it was made
   const int hole_protection_, page_protection_;
   const bool shareable_;
   MapLimit& limit_;

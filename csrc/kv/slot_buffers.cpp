@@ -157,6 +157,24 @@ void SlotBuffers::truncate(const Caller& caller, std::size_t slot, std::size_t g
   buffer.retract(caller, kept, length + shape_.tail() + shape_.lookahead);
 }
 
+void SlotBuffers::share(const Caller& caller) {
+  for (std::size_t group = 0; group < groups(); ++group)
+    ranges_[group]->share(caller.operation, group == 0 ? slots_.size() : 0);
+  const PoolLock lock(pool_);
+  for (const Slot& slot : slots_) {
+    for (std::size_t group = 0; group < groups(); ++group) {
+      if (slot.buffers[group] == nullptr || slot.buffers[group]->range().shared()) continue;
+      slot.buffers[group]->range().show_in(ranges_[group]->range().shared());
+    }
+  }
+}
+
+void SlotBuffers::close_to_readers() noexcept {
+  for (const std::shared_ptr<Buffer>& range : ranges_) {
+    if (range->range().shared()) range->range().shared()->close();
+  }
+}
+
 void SlotBuffers::close() noexcept {
   {
     const PoolLock lock(pool_);

@@ -26,7 +26,33 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
 
 SlotCache::~SlotCache() { close({"KVCache.close"}); }
 
+void SlotCache::share(const Caller& caller) {
+  std::vector<std::uint64_t> shown(buffers_.shape().slots);
+  buffers_.share(caller);
+  if (shown_.empty()) shown_ = std::move(shown);
+  show_lengths();
+}
+
+void SlotCache::show_lengths() noexcept {
+  if (shown_.empty()) return;
+  bool changed = false;
+  for (std::size_t slot = 0; slot < shown_.size(); ++slot) {
+    const bool whole = !expects(slot) && !swaps_.is_arriving(slot);
+    const std::uint64_t length = whole ? static_cast<std::uint64_t>(lengths_->all()[slot]) : 0;
+    changed |= std::exchange(shown_[slot], length) != length;
+  }
+  if (changed) buffers_.shared()->set_words(0, shown_);
+}
+
+void SlotCache::hide(std::size_t slot, std::size_t length) noexcept {
+  if (shown_.empty() || shown_[slot] <= length) return;
+  shown_[slot] = length;
+  buffers_.shared()->set_words(slot, std::span(shown_).subspan(slot, 1));
+}
+
 void SlotCache::close(const Caller& caller) noexcept {
+  shown_.clear();
+  buffers_.close_to_readers();
   for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot) {
     if (lengths_->state(slot) == SlotState::free) continue;
     try {
@@ -128,6 +154,7 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
 }
 
 void SlotCache::leave(std::size_t slot) noexcept {
+  hide(slot, 0);
   buffers_.abandon(slot);
   swaps_.forget(slot);
   prefixes_.end(slot);
@@ -352,6 +379,7 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
   if (length == now && !lengths_->differ(slot)) return;
   await_arrival(caller, slot);
   prefixes_.protect(caller, slot, length);
+  hide(slot, length);
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     if (!lengths_->is_away(slot, buffers_.group(group).band))
       buffers_.truncate(caller, slot, group, length);
@@ -519,7 +547,10 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
                          const AllocateHost& allocate, Bands bands) {
   lengths_->require_to_swap(caller, slots, bands, true);
   swaps_.settle();
-  for (const std::size_t slot : slots) finish_prefix(caller, slot);
+  for (const std::size_t slot : slots) {
+    finish_prefix(caller, slot);
+    hide(slot, 0);
+  }
   swaps_.swap_out(caller, slots, bands, allocate);
   for (const std::size_t slot : slots) lengths_->swap_out(slot, bands);
 }

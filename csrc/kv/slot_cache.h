@@ -123,6 +123,11 @@ class SlotCache {
   void swap_out(const Caller& caller, std::span<const std::size_t> slots,
                 const AllocateHost& allocate, Bands bands = {});
   void swap_in(const Caller& caller, std::span<const std::size_t> slots, Bands bands = {});
+  // Shows the pages and lengths to readers in other processes: see SlotBuffers::share.
+  void share(const Caller& caller);
+  // Shows them the lengths as they are now: whole steps. A slot whose prefix is still to be mapped
+  // or whose copies from host memory are under way has none. What shrinks is hidden at once.
+  void show_lengths() noexcept;
   // Work in the caller's stream uses all slots. Requires: the stream outlives the cache.
   void use(const Caller& caller);
   // Frees every slot; the addresses are freed with the last view.
@@ -139,6 +144,8 @@ class SlotCache {
   std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length,
                      std::vector<Token> tokens, std::optional<std::size_t> source, bool deferred);
   void leave(std::size_t slot) noexcept;
+  // Readers in other processes see no more of the slot from now on.
+  void hide(std::size_t slot, std::size_t length) noexcept;
   void await_arrival(const Caller& caller, std::size_t slot);
   void require_kept(const Caller& caller, std::size_t group, std::size_t layer,
                     const Write& write) const;
@@ -150,6 +157,7 @@ class SlotCache {
   FreeSlots free_;
   SlotSwaps swaps_;
   SlotPrefixes prefixes_;
+  std::vector<std::uint64_t> shown_;  // what readers see of each slot's length; empty: no readers
   // Scratch of one step, kept to avoid allocating.
   std::vector<std::size_t> due_;
   std::vector<Growth> growths_;

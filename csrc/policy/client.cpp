@@ -47,6 +47,14 @@ void Client::use(const Caller& caller) {
   work_.note(caller);
 }
 
+void Client::share(const char* operation, std::size_t words) {
+  const PoolLock lock(pool_);
+  if (range_.shared()) return;
+  raise_if_asleep();
+  range_.show_in(
+      pool_->shared().add(operation, range_.base(), range_.bytes() / range_.page_size(), words));
+}
+
 void Client::abandon() noexcept {
   owner_end_->client = shared_from_this();
   owner_end_->is_owner = true;

@@ -58,6 +58,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // never throws (I11). Takes effect before the lock is next released. Requires: called once.
   void abandon() noexcept;
   std::vector<PageRecord> pages();
+  // Shows the pages to readers in other processes from now on, with `words` words (see
+  // vmm/shared_range.h); another time it does nothing. Throws InvalidArgument if the pool is not
+  // shareable, DriverError.
+  void share(const char* operation, std::size_t words);
 
   // -- for operations that change what is mapped
 

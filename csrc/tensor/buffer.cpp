@@ -74,6 +74,7 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
     throw;
   }
   buffer->host_ = pin.release();
+  buffer->range_.show_in(host->range_.shared());
   buffer->reserved_ = true;
   return buffer;
 }
@@ -336,12 +337,6 @@ void Buffer::enter_expected() {
 }
 
 // -- readers in other processes
-
-void Buffer::share() {
-  const PoolLock lock(pool_);
-  if (range_.shared()) return;
-  range_.show_in(pool_->shared().add(range_.base(), range_.rows() * range_.row_pages(), 2));
-}
 
 void Buffer::show_positions() {
   if (range_.shared() && !(shown_ == positions_)) show(positions_);

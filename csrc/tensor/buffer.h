@@ -118,10 +118,8 @@ class Buffer final : public Client {
 
   // -- readers in other processes (see vmm/shared_range.h)
 
-  // Shows them the pages, from now on; another time it does nothing. Throws DriverError.
-  void share();
   // Shows them the owner's positions, once their content is there. Positions that are given back
-  // are hidden at once.
+  // are hidden at once. Requires: the buffer is a tensor's.
   void show_positions();
 
   // -- reuse

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/process.h"
 #include "base/system_errors.h"
 
 namespace vtensor {
@@ -80,7 +79,6 @@ shared::Memory shared::memory_behind(int descriptor) {
 RangeReader::RangeReader(int range, int memory, std::size_t words) {
   const Received own_range(range);
   Received own_memory(memory);
-  refuse_in_forked_child(kOperation);
   shared::Header header{};
   if (!own_range.keeps_size() ||
       pread(own_range.get(), static_cast<void*>(&header), sizeof header, shared::Sizes::kHeader) !=
@@ -294,7 +292,6 @@ void RangeReader::map_fresh(std::span<const Interval> fresh, std::span<const Han
 }
 
 bool RangeReader::sync(std::span<RangeReader* const> ranges) {
-  refuse_in_forked_child(kOperation);
   RangeReader& first = *ranges.front();
   bool changed = first.words_version() != first.seen_words_;
   for (const RangeReader* range : ranges) changed |= range->table_version() != range->seen_table_;

@@ -11,6 +11,7 @@
 
 #include "base/fault_report.h"
 #include "base/interval.h"
+#include "base/process.h"
 #include "base/sparse_array.h"
 #include "driver/driver.h"
 #include "vmm/shared_file.h"
@@ -36,6 +37,10 @@ class RangeReader {
   // writer is stopped while it changes something, DriverError; what was shown before is still
   // shown then, but for pages that came since.
   static bool sync(std::span<RangeReader* const> ranges);
+
+  // Whether it is one of a process that this one was forked from: then it has neither memory nor a
+  // place any more, and must not be used or destroyed.
+  bool left_behind() const { return forks.load(std::memory_order_relaxed) != forks_; }
 
   Address base() const { return base_; }
   std::size_t bytes() const { return parts_.sizes.pages * page_size_; }
@@ -69,6 +74,7 @@ class RangeReader {
   template <typename Read>
   void read_whole(Read read);
 
+  const std::uint32_t forks_ = forks.load(std::memory_order_relaxed);  // when it was made
   SharedFile file_;
   shared::Parts parts_{};
   std::size_t page_size_ = 0;

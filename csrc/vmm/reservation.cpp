@@ -237,6 +237,7 @@ void Reservation::enter(const Departure& departure) {
 
 void Reservation::show_in(std::shared_ptr<SharedRange> shared) {
   shared_ = std::move(shared);
+  if (!shared_) return;
   for (const Run& run : collect({0, reserved()}, is_mapped)) show(run);
 }
 

@@ -132,7 +132,7 @@ class Reservation : public PageTable {
 
   // -- readers in other processes
 
-  // Shows them what is mapped, from now on, in `shared`, which has these addresses.
+  // Shows them what is mapped, from now on, in `shared`, which has these addresses; null: in none.
   void show_in(std::shared_ptr<SharedRange> shared) VT_LOCKED;
   // Null if no other process may read the range.
   const std::shared_ptr<SharedRange>& shared() const { return shared_; }

@@ -17,13 +17,14 @@ using shared::State;
 
 // -- one range
 
-SharedRange::SharedRange(SharedRanges& all, Address base, shared::Sizes sizes)
+SharedRange::SharedRange(SharedRanges& all, const char* operation, Address base, shared::Sizes sizes)
     : all_(all), base_(base), sizes_(sizes) {
+  const shared::Memory memory = shared::memory_behind(all_.driver_.open_memory(operation));
   CallMeter& meter = all_.driver_.meter();
   const auto require = [&](Call call, int injected, const char* what, const auto& done) {
     const int error = meter.enter(call) ? injected : (done() ? 0 : errno);
     if (error != 0) {
-      throw refused("share", call, error, what,
+      throw refused(operation, call, error, what,
                     "close files or raise the limit on them (ulimit -n), and free memory");
     }
   };
@@ -34,7 +35,6 @@ SharedRange::SharedRange(SharedRanges& all, Address base, shared::Sizes sizes)
   require(Call::fcntl, ENOLCK, "locking that memfd",
           [&] { return file_.try_lock(nullptr, shared::kWriterLife) == 0; });
   parts_ = {file_.at(), sizes_};
-  const shared::Memory memory = shared::memory_behind(all_.driver_.open_memory("share"));
   shared::Header& header = parts_.header();
   header.layout = shared::kLayout;
   header.words = static_cast<std::uint32_t>(sizes_.words);
@@ -134,9 +134,9 @@ int SharedRange::open_for_reader(const char* operation) const {
 
 // -- all ranges
 
-std::shared_ptr<SharedRange> SharedRanges::add(Address base, std::size_t pages, std::size_t words) {
+std::shared_ptr<SharedRange> SharedRanges::add(const char* operation, Address base, std::size_t pages, std::size_t words) {
   std::shared_ptr<SharedRange> range(
-      new SharedRange(*this, base, {.words = words, .pages = pages}));
+      new SharedRange(*this, operation, base, {.words = words, .pages = pages}));
   all_.reserve(all_.size() + 1);
   changing_.reserve(all_.size() + 1);  // `change` cannot fail
   all_.push_back(range);

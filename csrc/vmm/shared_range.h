@@ -56,7 +56,7 @@ class SharedRange {
     std::uint64_t version;  // of the table without it
   };
 
-  SharedRange(SharedRanges& all, Address base, shared::Sizes sizes);
+  SharedRange(SharedRanges& all, const char* operation, Address base, shared::Sizes sizes);
   void set_state(shared::State state) noexcept;
   bool closed() const {
     return parts_.header().state.load(std::memory_order_relaxed) ==
@@ -88,7 +88,8 @@ class SharedRanges {
   SharedRanges& operator=(const SharedRanges&) = delete;
 
   // A range of `pages` pages with `words` words. Throws DriverError.
-  std::shared_ptr<SharedRange> add(Address base, std::size_t pages, std::size_t words) VT_LOCKED;
+  std::shared_ptr<SharedRange> add(const char* operation, Address base, std::size_t pages,
+                                   std::size_t words) VT_LOCKED;
   // Before the lock is let go: readers see what has changed, and pages that none of them reads are
   // dropped.
   void publish() noexcept VT_LOCKED;

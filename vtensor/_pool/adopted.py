@@ -36,6 +36,10 @@ class Adopted:
         else:
             self._optimizers.add(owner)
 
+    def has(self, module: torch.nn.Module) -> bool:
+        """Whether ``module``, or a module that it is a part of, is one of them."""
+        return any(module is part for owner in list(self._modules) for part in owner.modules())
+
     def refuse(self) -> None:
         """Has them raise Asleep if one of their tensors sleeps, until :meth:`let_go`."""
         self.let_go()
