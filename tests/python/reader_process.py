@@ -1,0 +1,132 @@
+"""A process that reads what the test shows it.
+
+The process is forked from a server that has imported torch and nothing else, so to vtensor it is one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import zlib
+from typing import Any
+
+import torch
+
+from vtensor import VTensor, VTensorError  # noqa: F401 - for expressions
+from vtensor.sharing import CacheReader
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch"])
+PATIENCE = 60
+
+
+def checksum(t: torch.Tensor) -> int:
+    return zlib.crc32(t.contiguous().numpy().tobytes())
+
+
+class ReaderProcess:
+    """Each method is carried out in the process, and returns what came of it, or an error's class and text."""
+
+    def __init__(self, context: Any = CONTEXT) -> None:
+        self._ours, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self, what: object, name: str = "r") -> Any:
+        """Sends ``what``. The process calls it ``name``."""
+        return self._call("receive", name, what)
+
+    def sync(self, name: str = "r") -> Any:
+        return self._call("sync", name)
+
+    def length(self, name: str = "r") -> Any:
+        return self._call("length", name)
+
+    def read(self, name: str = "r") -> Any:
+        """A copy of what it shows: of a tensor, or of a view that :meth:`keep` kept."""
+        return self._call("read", name)
+
+    def checksum(self, name: str = "r") -> Any:
+        """Syncs, and returns whether anything is new, the length and a checksum of all bytes."""
+        return self._call("checksum", name)
+
+    def layer(self, layer: int, slot: int, length: int, name: str = "r") -> Any:
+        return self._call("layer", name, layer, slot, length)
+
+    def lengths(self, name: str = "r") -> Any:
+        return self._call("lengths", name)
+
+    def keep(self, view: str, name: str = "r") -> Any:
+        """Keeps an alias of a tensor as ``view``."""
+        return self._call("keep", name, view)
+
+    def evaluate(self, expression: str, **values: object) -> Any:
+        return self._call("evaluate", expression, values)
+
+    def close(self, name: str = "r") -> Any:
+        return self._call("close", name)
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(PATIENCE)
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._ours.send(None)
+        self.process.join(PATIENCE)
+        self._ours.close()
+
+    def _call(self, *command: object) -> Any:
+        self._ours.send(command)
+        if not self._ours.poll(PATIENCE):
+            raise TimeoutError(command)
+        return self._ours.recv()
+
+
+def _serve(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    held: dict[str, Any] = {}
+
+    def do(command: str, name: str, *arguments: Any) -> Any:
+        if command == "receive":
+            (held[name],) = arguments
+            return type(held[name]).__name__
+        if command == "evaluate":
+            return eval(name, globals() | held, arguments[0])
+        reader = held[name]
+        if command == "sync":
+            return reader.sync()
+        if command == "length":
+            return reader.length
+        if command == "read":
+            return reader.clone()
+        if command == "checksum":
+            return reader.sync(), reader.length, checksum(reader)
+        if command == "layer":
+            assert isinstance(reader, CacheReader)
+            layer, slot, length = arguments
+            return [t[slot, :length].clone() for t in reader[layer]]
+        if command == "lengths":
+            return reader.lengths
+        if command == "keep":
+            held[arguments[0]] = reader.alias()
+            return None
+        return held.pop(name).close()
+
+    while True:
+        try:
+            command = pipe.recv()
+        except EOFError:
+            return
+        except VTensorError as error:  # of what was received
+            pipe.send((type(error).__name__, str(error)))
+            continue
+        if command is None:
+            return
+        try:
+            pipe.send(do(*command))
+        except Exception as error:  # an answer
+            pipe.send((type(error).__name__, str(error)))

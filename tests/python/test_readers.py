@@ -1,0 +1,580 @@
+"""Memory that other processes read: they see the writer's bytes, whole steps, and no page that is reused."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from multiprocessing import reduction
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+
+import vtensor
+from kv_support import make_cache
+from reader_process import ReaderProcess, checksum
+from support import eventually
+from vtensor import _core, testing
+
+PAGE = 4096
+
+
+@pytest.fixture(scope="module")
+def other():
+    other = ReaderProcess()
+    yield other
+    other.end()
+
+
+@pytest.fixture
+def short_lived():
+    """Makes processes that end with the test."""
+    made = []
+
+    def make():
+        made.append(ReaderProcess())
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.fixture
+def pool():
+    with shareable() as pool:
+        yield pool
+        pool._core.check_invariants()
+
+
+def shareable(budget=256, **options):
+    return testing.host_pool(
+        page_size=PAGE, budget=budget * PAGE, strict_holes=False, shareable=True, **options
+    )
+
+
+def rows(pool, n=0, capacity=4096, **options):
+    """Two rows of `n` positions of 256 bytes."""
+    t = vtensor.empty(2, 0, 64, grow_dim=1, capacity=capacity, pool=pool, **options)
+    return t.append(torch.randn(2, n, 64))
+
+
+# -- a tensor
+
+
+def test_a_reader_follows_at_sync_and_only_then(pool, other):
+    t = rows(pool, 10)
+    assert other.receive(t) == "Reader"
+    assert torch.equal(other.read(), t)
+    assert other.sync() is False
+    t.append(torch.randn(2, 500, 64))
+    assert other.length() == 10
+    assert other.sync() is True and other.length() == 510
+    assert torch.equal(other.read(), t)
+    t.shrink(30)
+    t.shrink(100, front=True)
+    assert other.sync() is True and torch.equal(other.read(), t)
+    t.truncate(0)
+    assert other.sync() is True and other.length() == 0
+    t.append(torch.randn(2, 7, 64))
+    assert other.sync() is True and torch.equal(other.read(), t)
+    other.close()
+
+
+def test_bytes_written_in_place_are_seen_without_a_sync(pool, other):
+    t = rows(pool, 100)
+    other.receive(t)
+    t.mul_(3)
+    assert other.sync() is False and torch.equal(other.read(), t)
+    other.close()
+
+
+def test_a_page_that_a_reader_may_see_is_not_reused(pool, other):
+    t = rows(pool, 1000)
+    other.receive(t)
+    shown = t.clone()
+    other.keep("view")
+    t.truncate(0)
+    assert pool.stats().pages_held_by_readers > 100
+    with pytest.raises(vtensor.OutOfPages):
+        rows(pool, 1500)
+    free = pool.stats().pages_free
+    rest = rows(pool, free * 8 - 64)  # takes what is left, and writes there
+    assert torch.equal(other.read("view"), shown)
+    assert other.sync() is True
+    assert eventually(lambda: pool.stats().pages_held_by_readers == 0)
+    assert rows(pool, 700).length == 700
+    del rest
+    other.close()
+
+
+def test_a_closed_reader_holds_what_its_views_show(pool, other):
+    t = rows(pool, 1000)
+    other.receive(t)
+    shown = t.clone()
+    other.keep("view")
+    other.close()
+    t.close()
+    assert torch.equal(other.read("view"), shown)
+    assert pool.stats().pages_held_by_readers > 0
+    other.evaluate("held_view", held_view=None)
+    other.receive(rows(pool), "view")  # in its place
+    assert eventually(lambda: pool.stats().pages_held_by_readers == 0)
+    other.close("view")
+
+
+@pytest.mark.parametrize("end", ["close", "reallocate", "move", "reindex"])
+def test_what_was_read_stays_when_the_writer_closes_or_moves(pool, other, end):
+    t = rows(pool, 300, when_full="move", capacity=400)
+    other.receive(t)
+    shown = t.clone()
+    if end == "close":
+        t.close()
+    elif end == "reallocate":
+        t = t.reallocate(5000)
+    elif end == "move":
+        t.shrink(200, front=True)
+        assert other.sync() is True
+        shown = t.clone()
+        t.extend(250)
+    else:
+        t.reindex([1, 0, 1])
+    kind, text = other.sync()
+    assert kind == "Closed" and "stays readable" in text
+    assert torch.equal(other.read(), shown)
+    other.close()
+
+
+def test_rows_that_change_places_do_so_in_one_sync(pool, other):
+    t = rows(pool, 300)
+    other.receive(t)
+    before = t.clone()
+    t.reindex([1, 0])
+    if other.sync() is True:
+        assert torch.equal(other.read(), before[[1, 0]])
+    else:  # they have moved to another range
+        assert torch.equal(other.read(), before)
+    other.close()
+
+
+def test_forks_and_their_writes(pool, other):
+    t = rows(pool, 300)
+    other.receive(t)
+    child = t.fork()
+    assert other.receive(child, "child") == "Reader"
+    before = t.clone()
+    child.append(torch.ones(2, 1, 64))
+    child[:, 5] = 1
+    child.unshare(0, child.length)
+    t.append(torch.zeros(2, 1, 64))
+    other.sync(), other.sync("child")
+    assert torch.equal(other.read()[:, :300], before)
+    assert torch.equal(other.read(), t) and torch.equal(other.read("child"), child)
+    other.close(), other.close("child")
+
+
+def test_a_reader_is_a_tensor_like_any_other(pool, other):
+    t = rows(pool, 100)
+    other.receive(t)
+    assert other.evaluate("isinstance(r, VTensor)") is True
+    assert other.evaluate("(r.capacity, r.grow_dim, r.closed, len(r.pages()))") == (4096, 1, False, 14)
+    assert other.evaluate("r.address == r.data_ptr() and r.nbytes_mapped == 14 * 4096")
+    assert "100 of 4,096 positions" in other.evaluate("repr(r)")
+    assert torch.equal(other.evaluate("torch.nn.functional.softmax(r, -1)"), t.softmax(-1))
+    assert other.evaluate("r.numpy()[0, 5:9].tolist()") == t[0, 5:9].tolist()
+    for write in ("r.append(r)", "r.extend(1)", "r.truncate(0)", "r.fork()", "r.mul_(2)", "r.__setitem__(0, 1)"):
+        kind, text = other.evaluate(write)
+        assert kind == "VTensorError" and "belongs to another process" in text, write
+    assert torch.equal(other.evaluate("__import__('copy').deepcopy(r)"), t)
+    kind, text = other.evaluate("multiprocessing.reduction.ForkingPickler.dumps(r)")
+    assert kind == "VTensorError"
+    assert other.close() is None
+
+
+def test_a_write_through_a_view_ends_the_process_with_a_report():
+    script = """
+        import multiprocessing, torch, vtensor
+        vtensor.explain_faults()
+        pool = vtensor.Pool("cpu", shareable=True)
+        t = vtensor.empty(100, 8, grow_dim=0, capacity=1000, pool=pool)
+        ours, theirs = multiprocessing.Pipe()
+        ours.send(t)
+        theirs.recv().alias()[3] = 1
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == -signal.SIGSEGV
+    assert "memory of another process" in ended.stderr and "x.clone()" in ended.stderr
+
+
+def test_sleep_waits_for_readers_to_close(pool, other):
+    t = rows(pool, 100)
+    other.receive(t)
+    with pytest.raises(vtensor.VTensorError, match="1 readers in other processes"):
+        pool.sleep(contents="host")
+    t.append(torch.ones(2, 1, 64))
+    assert other.sync() is True
+    other.close()
+    pool.sleep(contents="host")
+    pool.wake()
+    other.receive(t)
+    assert torch.equal(other.read(), t)
+    other.close()
+
+
+# -- death
+
+
+def test_a_killed_reader_frees_what_it_held(pool, short_lived):
+    t = rows(pool, 1000)
+    reader = short_lived()
+    reader.receive(t)
+    t.truncate(0)
+    held = pool.stats().pages_held_by_readers
+    assert held > 100
+    reader.kill()
+    began = time.monotonic()
+    assert eventually(lambda: pool._core.counts().held_by_readers == 0)
+    assert time.monotonic() - began < 2  # below 0.1 s on a quiet machine: benchmarks/sharing.py
+
+
+def test_the_worker_frees_it_without_being_asked(short_lived):
+    with shareable(prefetch=1 << 20) as pool:
+        t = rows(pool, 1000)
+        reader = short_lived()
+        reader.receive(t)
+        t.truncate(0)
+        before = pool.stats().pages_spare
+        reader.kill()
+        time.sleep(0.5)
+        assert pool._core.counts().spare > before
+
+
+def test_a_killed_writer_leaves_what_was_synced(tmp_path, other):
+    script = """
+        import sys, os, signal, torch, vtensor
+        from multiprocessing.connection import Client
+        pool = vtensor.Pool("cpu", shareable=True)
+        t = vtensor.empty(100, 8, grow_dim=0, capacity=1000, pool=pool)
+        t.fill_(7)
+        from multiprocessing.reduction import ForkingPickler
+        files = vtensor.tensor.TensorCore.open_for_readers(t._core, t)
+        core = t._core
+        with Client(sys.argv[1], "AF_UNIX", authkey=b"x") as pipe:
+            pipe.send((core.row_bytes, core.phase))
+            from multiprocessing.reduction import send_handle
+            for descriptor in files[0]:
+                send_handle(pipe, descriptor, None)
+            pipe.recv()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    from multiprocessing.connection import Listener
+
+    from vtensor import sharing
+
+    with Listener(str(tmp_path / "socket"), "AF_UNIX", authkey=b"x") as listener:
+        writer = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "socket")]
+        )
+        with listener.accept() as pipe:
+            row_bytes, phase = pipe.recv()
+            files = [reduction.recv_handle(pipe) for _ in range(2)]
+            core = _core.ReaderCore([tuple(files)], 2)
+            core.sync()
+            pipe.send(1)
+        assert writer.wait(60) == -signal.SIGKILL
+    view = sharing._View(0, phase, (100, 8), (8, 1), torch.float32).over(core, [core.storage(0)])
+    assert bool((view == 7).all())
+    time.sleep(0.06)
+    with pytest.raises(vtensor.Closed, match="the process that wrote has ended"):
+        core.sync()
+    assert bool((view == 7).all())
+    core.close()
+
+
+def test_a_forked_child_of_a_reader_or_writer_keeps_nothing_alive(pool):
+    t = rows(pool, 1000)
+    ours, theirs = multiprocessing.Pipe()
+    ours.send(t)
+    reader = theirs.recv()
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        t.truncate(0)
+        assert pool.stats().pages_held_by_readers > 0
+        reader.close()
+        del reader
+        gc.collect()
+        assert eventually(lambda: pool.stats().pages_held_by_readers == 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_receives_readers_and_loses_those_of_its_parent(pool):
+    t = rows(pool, 100)
+    ours, theirs = multiprocessing.Pipe()
+    ours.send(t)
+    mine = theirs.recv()
+    total = float(t.double().sum())
+    context = multiprocessing.get_context("fork")
+    queue, back = context.Queue(), context.Queue()
+
+    def read():
+        torch.set_num_threads(1)
+        got = queue.get(timeout=30)
+        first = float(got.double().sum())
+        try:
+            mine.sum()
+            refused = "no"
+        except vtensor.VTensorError as error:
+            refused = str(error)
+        back.put((first, refused))
+
+    process = context.Process(target=read)
+    process.start()
+    queue.put(t)
+    seen, refused = back.get(timeout=30)
+    process.join(30)
+    assert seen == total and "this process was forked" in refused
+    assert process.exitcode == 0
+    mine.close()
+
+
+# -- nothing is left
+
+
+@pytest.mark.parametrize("n", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_sharing_leaves_no_descriptor_and_no_file(pool, n):
+    t = rows(pool, 100)
+    ours, theirs = multiprocessing.Pipe()
+
+    def share():
+        ours.send(t)
+        theirs.recv().close()
+
+    share()
+    descriptors, shm = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    for _ in range(n):
+        share()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert sorted(os.listdir("/dev/shm")) == shm
+
+
+# -- trust
+
+
+def test_a_pool_that_is_not_shareable_refuses(host):
+    t = vtensor.empty(4, 4, grow_dim=0, capacity=100, pool=host)
+    with pytest.raises(vtensor.InvalidArgument, match="shareable=True"):
+        ForkingPickler.dumps(t)
+    with pytest.raises(vtensor.InvalidArgument, match="shareable=True"):
+        ForkingPickler.dumps(vtensor.Arena(PAGE, pool=host))
+
+
+def test_plain_pickles_hand_nothing_over(pool):
+    t = rows(pool, 10)
+    assert torch.equal(pickle.loads(pickle.dumps(t)), t)  # a copy
+    module = torch.nn.Linear(8, 8)
+    vtensor.adopt(module, pool)
+    for what in (vtensor.Arena(PAGE, pool=pool), vtensor.share(module)):
+        with pytest.raises(TypeError, match="can be neither pickled nor copied"):
+            pickle.dumps(what)
+
+
+@pytest.mark.parametrize("wrong", ["text", "memfd", "pipe", "swapped", "other memory", "other words", "cut"])
+def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
+    t = rows(pool, 10)
+    ((of_range, of_memory),) = _core.TensorCore.open_for_readers(t._core, t)
+    words = 2
+    if wrong == "text":
+        (tmp_path / "text").write_text("vtshare" * 1000)
+        os.close(of_range)
+        of_range = os.open(tmp_path / "text", os.O_RDWR)
+    elif wrong == "memfd":
+        os.close(of_range)
+        of_range = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    elif wrong == "pipe":
+        os.close(of_range)
+        of_range, end = os.pipe()
+        os.close(end)
+    elif wrong == "swapped":
+        of_range, of_memory = of_memory, of_range
+    elif wrong == "other memory":
+        os.close(of_memory)
+        with shareable() as another:
+            u = rows(another, 10)
+            ((unused, of_memory),) = _core.TensorCore.open_for_readers(u._core, u)
+            os.close(unused)
+    elif wrong == "other words":
+        words = 3
+    else:
+        os.close(of_memory)
+        of_memory = os.memfd_create("cut")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    mappings = len(open("/proc/self/maps").readlines())
+    with pytest.raises(vtensor.InvalidArgument, match="cannot be read"):
+        _core.ReaderCore([(of_range, of_memory)], words)
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2
+    assert len(open("/proc/self/maps").readlines()) <= mappings
+
+
+def test_readers_have_a_bound(pool):
+    t = rows(pool, 10)
+    readers = []
+    with pytest.raises(vtensor.VTensorError, match="128 places for readers"):
+        for _ in range(200):
+            readers.append(_core.ReaderCore(_core.TensorCore.open_for_readers(t._core, t), 2))
+    assert len(readers) == 128
+    readers.pop().close()
+    _core.ReaderCore(_core.TensorCore.open_for_readers(t._core, t), 2).close()
+    for reader in readers:
+        reader.close()
+
+
+# -- refused calls
+
+
+def test_each_refused_call_of_a_writer_leaves_it_as_it_was(pool):
+    for call in range(8):
+        t = rows(pool, 10)
+        pool._core.fail_after(call, 1)
+        try:
+            files = _core.TensorCore.open_for_readers(t._core, t)
+            pool._core.disarm()
+        except vtensor.DriverError:
+            pool._core.disarm()
+            files = _core.TensorCore.open_for_readers(t._core, t)
+        core = _core.ReaderCore(files, 2)
+        core.sync()
+        assert core.words == [0, 10]
+        core.close()
+        t.append(torch.ones(2, 1, 64)).close()
+
+
+def test_a_refused_sync_shows_what_was_there(pool):
+    t = rows(pool, 10)
+    core = _core.ReaderCore(_core.TensorCore.open_for_readers(t._core, t), 2)
+    core.sync()
+    t.append(torch.randn(2, 500, 64))
+    t.fork().append(torch.ones(2, 1, 64))
+    refused = 0
+    for call in range(6):
+        core.fail_after(call, 1)
+        try:
+            core.sync()
+            break
+        except vtensor.DriverError:
+            refused += 1
+            assert core.words == [0, 10]
+    core.fail_after(1 << 40, 1)
+    core.sync()
+    assert refused and core.words == [0, 510]
+    seen = torch.empty(0, dtype=torch.float32).set_(core.storage(0), 0, (510, 64), (64, 1))
+    assert torch.equal(seen, t[0])
+    del seen
+    core.close()
+
+
+# -- arenas, modules, caches
+
+
+def test_an_arena(pool, other):
+    arena = vtensor.Arena(1 << 20, pool=pool)
+    assert other.receive(arena) == "ArenaReader"
+    arena.map([(70000, 90000), (4096, 8192)])
+    arena.tensor[70000:90000] = 7
+    assert other.sync() is True
+    assert torch.equal(other.evaluate("r.tensor[:100000].clone()"), arena.tensor[:100000])
+    arena.unmap([(70000, 90000)])
+    arena.trim()
+    assert other.sync() is True
+    assert other.evaluate("int(r.tensor[70000:90000].sum())") == 0
+    arena.close()
+    assert other.sync()[0] == "Closed"
+    other.close()
+
+
+def test_a_module(pool, other):
+    module = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.BatchNorm1d(50))
+    vtensor.adopt(module, pool)
+    assert other.receive(vtensor.share(module)) == "ModuleReader"
+    assert other.evaluate("sorted(r.state_dict())") == sorted(module.state_dict())
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+    assert torch.equal(other.evaluate("r.state_dict()['0.weight'].clone()"), module[0].weight)
+    other.close()
+    with pytest.raises(vtensor.InvalidArgument, match="in no pool"):
+        ForkingPickler.dumps(vtensor.share(torch.nn.Linear(2, 2)))
+
+
+def test_a_cache_shows_whole_steps(pool, other):
+    cache = make_cache(pool, max_batch=3, max_len=512)
+    assert other.receive(cache) == "CacheReader"
+    slots = [cache.alloc(), cache.alloc()]
+    lengths = [0, 0, 0]
+    for n in (5, 40, 41, 300):
+        lengths[slots[0]], lengths[slots[1]] = n, n // 2
+        assert cache.step(lengths)
+        for k, v in (cache[layer] for layer in range(cache.num_layers)):
+            for slot in slots:
+                k[slot, : lengths[slot]] = torch.randn_like(k[slot, : lengths[slot]])
+                v[slot, : lengths[slot]] = torch.randn_like(v[slot, : lengths[slot]])
+        assert other.sync() is True and other.lengths() == lengths
+        for layer in range(cache.num_layers):
+            for slot in slots:
+                for seen, own in zip(other.layer(layer, slot, lengths[slot]), cache[layer], strict=True):
+                    assert torch.equal(seen, own[slot, : lengths[slot]])
+    cache.truncate(slots[0], 7)
+    cache.free(slots[1])
+    lengths[slots[0]], lengths[slots[1]] = 7, 0
+    assert other.sync() is True and other.lengths() == lengths
+    (forked,) = cache.fork(slots[0], 1)
+    lengths[forked] = 7
+    assert other.sync() is True and other.lengths() == lengths
+    shown = other.layer(0, slots[0], 7)
+    cache.close()
+    assert other.sync()[0] == "Closed"
+    assert torch.equal(other.layer(0, slots[0], 7)[0], shown[0])
+    other.close()
+
+
+def test_a_swapped_slot_has_no_tokens_until_it_is_whole_again(pool, other):
+    cache = make_cache(pool, max_batch=2, max_len=512)
+    slot = cache.alloc()
+    lengths = [0, 0]
+    lengths[slot] = 100
+    assert cache.step(lengths)
+    k = cache[0][0]
+    k[slot, :100] = 3
+    other.receive(cache)
+    assert other.lengths() == lengths
+    cache.swap_out([slot])
+    assert other.sync() is True and other.lengths() == [0, 0]
+    cache.swap_in([slot])
+    cache.wait(slot)
+    cache.step(lengths)
+    assert other.sync() is True and other.lengths() == lengths
+    assert bool((other.layer(0, slot, 100)[0] == 3).all())
+    other.close()
+    cache.close()
+
+
+def test_checksums_of_a_long_tensor(pool, other):
+    t = rows(pool, 0)
+    other.receive(t)
+    for n in (1, 15, 16, 17, 300, 64):
+        t.append(torch.randn(2, n, 64))
+        assert other.checksum() == (True, t.length, checksum(t))
+    other.close()
