@@ -1,0 +1,166 @@
+// Readers of shared ranges beside their writers: C++ threads drive buffers as tensors do, and
+// others read them as processes do, through files of their own. Pages come and go between the
+// writers, calls are refused now and then, and readers come and go. Under ThreadSanitizer and
+// AddressSanitizer.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/errors.h"
+#include "cpp/hammered.h"
+#include "driver/driver.h"
+#include "owner.h"
+#include "policy/page_pool.h"
+#include "tensor/buffer.h"
+#include "vmm/range_reader.h"
+
+namespace vtensor {
+namespace {
+
+constexpr std::size_t kBytes = 4096;  // of a page
+constexpr std::size_t kItem = kBytes / 2;
+constexpr std::size_t kRows = 2, kCapacity = 64;
+constexpr int kSteps = 1500;
+const Caller kCaller{"test"};
+using hammered::kPatience;
+
+std::shared_ptr<PagePool> open_pool(std::size_t pages, std::size_t prefetch) {
+  PoolOptions options;
+  options.budget = pages * kBytes;
+  options.prefetch = prefetch;
+  options.cache = prefetch;
+  options.patience = kPatience;
+  return PagePool::create(make_host_driver({.page_size = kBytes, .shareable = true}), options);
+}
+
+// Every position of every row holds the writer's number.
+class Writer : public Owner {
+ public:
+  Writer(const std::shared_ptr<PagePool>& pool, char number)
+      : Owner(pool, kCaller, {kRows, kItem, kCapacity, 0, false}), number_(number) {
+    buffer_->share("test", 2);
+  }
+
+  // Shows what it adds once it is written.
+  void grow(std::size_t n) {
+    const Interval added = Owner::grow(n, false);
+    for (std::size_t row = 0; row < kRows; ++row) {
+      for (std::size_t i = added.begin; i < added.end; ++i)
+        std::memset(reinterpret_cast<char*>(buffer_->address_of(row, i)), number_, kItem);
+    }
+    buffer_->show_positions();
+  }
+  std::unique_ptr<RangeReader> read() const {
+    const int memory = buffer_->pool()->driver().open_memory("test");
+    const int range = buffer_->range().shared()->open_for_reader("test");
+    return std::make_unique<RangeReader>(range, memory, 2);
+  }
+  char number() const { return number_; }
+  std::size_t row_bytes() const { return buffer_->range().row_bytes(); }
+
+ private:
+  const char number_;
+};
+
+// Whether all that the reader shows is the writer's.
+bool shows(const RangeReader& reader, const Writer& writer) {
+  const std::size_t begin = reader.words()[0], end = reader.words()[1];
+  for (std::size_t row = 0; row < kRows; ++row) {
+    const auto* const at = reinterpret_cast<const char*>(reader.base() + row * writer.row_bytes());
+    const auto is_number = [&](char byte) { return byte == writer.number(); };
+    if (!std::all_of(at + begin * kItem, at + end * kItem, is_number)) return false;
+  }
+  return true;
+}
+
+void write(Writer& writer, unsigned seed) {
+  std::mt19937 random(seed);
+  for (int step = 0; step < kSteps; ++step) {
+    try {
+      const std::size_t n = 1 + random() % 9;
+      switch (random() % 5) {
+        case 0:
+          writer.shrink(n, false);
+          break;
+        case 1:
+          writer.shrink(writer.length() == kCapacity ? writer.length() : 0, true);
+          break;
+        case 2:
+          writer.prepare(n);
+          break;
+        default:
+          writer.grow(n);
+      }
+    } catch (const Error&) {  // no page, or a refused call
+      try {
+        writer.shrink(4, false);
+      } catch (const Error&) {
+      }
+    }
+  }
+}
+
+void read(const Writer& writer, unsigned seed, const std::atomic<bool>& over,
+          std::atomic<std::size_t>& wrong, std::atomic<std::size_t>& syncs) {
+  std::mt19937 random(seed);
+  while (!over) {
+    try {
+      const std::unique_ptr<RangeReader> reader = writer.read();
+      RangeReader* const one = reader.get();
+      for (int i = static_cast<int>(random() % 60); i > 0 && !over; --i) {
+        if (random() % 8 == 0) reader->meter().fail_after(random() % 3);
+        try {
+          syncs += RangeReader::sync({&one, 1});
+        } catch (const DriverError&) {
+        }
+        reader->meter().disarm();
+        wrong += !shows(*reader, writer);
+        if (random() % 4 == 0) std::this_thread::yield();
+      }
+    } catch (const DriverError&) {  // the writer's pool has refused a descriptor
+    }
+  }
+}
+
+TEST_CASE("I3, I7: readers see whole and lasting contents while pages go between writers") {
+  for (const std::size_t prefetch : {std::size_t{0}, 16 * kBytes}) {
+    CAPTURE(prefetch);
+    const auto pool = open_pool(80, prefetch);
+    std::atomic<bool> over{false};
+    std::atomic<std::size_t> wrong{0}, syncs{0};
+    {
+      Writer first(pool, 'a'), second(pool, 'b');
+      std::vector<std::thread> readers, writers;
+      for (unsigned i = 0; i < 3; ++i) {
+        Writer& writer = i == 0 ? second : first;
+        readers.emplace_back(
+            [&, i, &writer = writer] { read(writer, 100 + i, over, wrong, syncs); });
+      }
+      writers.emplace_back([&] { write(first, 1); });
+      writers.emplace_back([&] { write(second, 2); });
+      for (int i = 0; i < 40; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        pool->driver().meter().fail_after(static_cast<std::uint64_t>(i));
+        hammered::check_counts(*pool);
+      }
+      pool->driver().meter().disarm();
+      for (std::thread& thread : writers) thread.join();
+      over = true;
+      for (std::thread& thread : readers) thread.join();
+      CHECK(pool->counts().held_by_readers == 0);
+    }
+    CHECK(wrong == 0);
+    CHECK(syncs > 0);
+    hammered::come_to_rest(*pool);
+    hammered::check_end(*pool);
+  }
+}
+
+}  // namespace
+}  // namespace vtensor

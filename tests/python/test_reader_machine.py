@@ -1,0 +1,210 @@
+"""One writer and three readers in processes of their own: random operations, kills, and pages that others reuse.
+
+Contents are compared with a plain tensor at each sync, and again later where the writer has changed nothing in
+place: a page that is reused too early shows.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import suppress
+
+import pytest
+import torch
+
+import vtensor
+from reader_process import ReaderProcess, checksum
+from support import eventually, memfds
+from vtensor import testing
+
+PAGE = 4096
+ROWS, ITEM, CAPACITY = 2, 128, 400  # 512 bytes a position, 8 positions a page
+READERS = 3
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        torch.manual_seed(seed)
+        self.pool = testing.host_pool(
+            page_size=PAGE,
+            budget=400 * PAGE,
+            strict_holes=False,
+            shareable=True,
+            prefetch=self.random.choice([0, 64 * PAGE]),
+        )
+        self.readers = [ReaderProcess() for _ in range(READERS)]
+        self.seen: list[tuple[int, int] | None] = [None] * READERS  # length and checksum, while they must hold
+        self.has: list[bool] = [False] * READERS  # whether the reader has the present tensor
+        self.strangers: list[vtensor.VTensor] = []
+        self.counts = dict.fromkeys(("operations", "syncs", "kills", "refused"), 0)
+        self.begin()
+
+    def begin(self) -> None:
+        self.front = 0
+        self.tensor = vtensor.empty(
+            ROWS, 0, ITEM, grow_dim=1, capacity=CAPACITY, dtype=torch.int32, pool=self.pool
+        )
+        self.model = torch.empty(ROWS, 0, ITEM, dtype=torch.int32)
+
+    def values(self, n: int) -> torch.Tensor:
+        return torch.randint(1 << 30, (ROWS, n, ITEM), dtype=torch.int32)
+
+    # -- the writer
+
+    def append(self) -> None:
+        n = min(self.random.randint(1, 30), CAPACITY - self.used())
+        if n > 0:
+            x = self.values(n)
+            self.tensor.append(x)
+            self.model = torch.cat([self.model, x], 1)
+
+    def used(self) -> int:
+        """Positions of the capacity that front shrinks and the length have taken."""
+        return self.front + self.tensor.length
+
+    def shrink(self) -> None:
+        n = min(self.random.randint(1, 60), self.tensor.length)
+        self.tensor.shrink(n)
+        self.model = self.model[:, : self.tensor.length]
+        self.front = self.front if self.tensor.length else 0
+        self.rewrites()
+
+    def shrink_front(self) -> None:
+        n = min(self.random.randint(1, 20), self.tensor.length)
+        self.tensor.shrink(n, front=True)
+        self.model = self.model[:, n:]
+        self.front = self.front + n if self.tensor.length else 0
+        self.rewrites()
+
+    def write(self) -> None:
+        if self.tensor.length:
+            at = self.random.randrange(self.tensor.length)
+            self.tensor.unshare(at, at + 1)
+            x = self.values(1)
+            self.tensor[:, at] = x[:, 0]
+            self.model[:, at] = x[:, 0]
+            self.rewrites()
+
+    def fork(self) -> None:
+        child = self.tensor.fork()
+        if child.length:
+            child[:, 0] = -1
+        with suppress(vtensor.OutOfPages):
+            child.append(torch.full((ROWS, 1, ITEM), -1, dtype=torch.int32))
+        self.strangers.append(child)
+        self.rewrites()  # the next append copies the last page
+
+    def stranger(self) -> None:
+        """Pages change hands: of another tensor, full of another number."""
+        if len(self.strangers) > 3:
+            self.strangers.pop(self.random.randrange(len(self.strangers))).close()
+        t = vtensor.empty(0, ITEM, grow_dim=0, capacity=CAPACITY, dtype=torch.int32, pool=self.pool)
+        self.strangers.append(t)
+        t.append(torch.full((self.random.randint(1, CAPACITY), ITEM), -1, dtype=torch.int32))
+
+    def close(self) -> None:
+        self.tensor.close()
+        for i, reader in enumerate(self.readers):
+            if self.has[i]:
+                kind, text = reader.sync()
+                assert kind == "Closed", text
+        self.begin()
+        self.has = [False] * READERS
+
+    def rewrites(self) -> None:
+        """What readers have not synced may change under them from now on."""
+        self.seen = [None] * READERS
+
+    # -- the readers
+
+    def sync(self) -> None:
+        i = self.random.randrange(READERS)
+        reader = self.readers[i]
+        if not self.has[i]:
+            with suppress(vtensor.VTensorError):
+                reader.close()
+            assert reader.receive(self.tensor) == "Reader"
+            self.has[i] = True
+        _, length, found = reader.checksum()
+        assert (length, found) == (self.model.shape[1], checksum(self.model))
+        self.seen[i] = length, found
+        self.counts["syncs"] += 1
+
+    def look(self) -> None:
+        i = self.random.randrange(READERS)
+        if self.has[i] and self.seen[i] is not None:
+            assert self.readers[i].evaluate("(r.length, checksum(r))") == self.seen[i]
+
+    def kill(self) -> None:
+        i = self.random.randrange(READERS)
+        self.readers[i].kill()
+        self.readers[i].end()
+        self.readers[i] = ReaderProcess()
+        self.has[i], self.seen[i] = False, None
+        self.counts["kills"] += 1
+
+    def run(self, operations: int) -> None:
+        writes = [self.append] * 6 + [self.shrink, self.shrink_front, self.write, self.fork, self.stranger]
+        for _ in range(operations):
+            roll = self.random.random()
+            action = (
+                self.kill
+                if roll < 0.00005
+                else self.close
+                if roll < 0.0005
+                else self.sync
+                if roll < 0.02
+                else self.look
+                if roll < 0.03
+                else self.random.choice(writes)
+            )
+            try:
+                action()
+            except vtensor.OutOfPages:
+                self.counts["refused"] += 1
+                while self.strangers:
+                    self.strangers.pop().close()
+                if self.pool.stats().pages_free < 50:
+                    self.sync_all()
+            self.counts["operations"] += 1
+
+    def sync_all(self) -> None:
+        for i, reader in enumerate(self.readers):
+            if self.has[i]:
+                reader.checksum()
+
+    def end(self) -> None:
+        self.tensor.close()
+        for t in self.strangers:
+            t.close()
+        for reader in self.readers:
+            reader.end()
+        assert eventually(lambda: self.pool.stats().pages_held_by_readers == 0)
+        self.pool._core.check_invariants()
+        self.pool.trim()
+        assert self.pool.stats().pages_used == 0
+        self.pool.close()
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        4_000,
+        pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.alone, pytest.mark.seconds(1200)]),
+    ],
+)
+def test_readers_see_the_writer(operations):
+    files, shm = memfds(), sorted(os.listdir("/dev/shm"))
+    world = World(seed=operations)
+    world.run(operations)
+    if operations < 100_000:
+        world.kill()
+        world.run(500)
+    print(world.counts)
+    assert world.counts["kills"] and world.counts["syncs"] > operations // 100
+    world.end()
+    del world
+    assert memfds() == files
+    assert sorted(os.listdir("/dev/shm")) == shm
