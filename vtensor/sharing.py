@@ -108,7 +108,7 @@ class Reader(VTensor):
     _core: ReaderCore  # type: ignore[assignment]
     _storage: torch.UntypedStorage
     _shape: _Shape
-    _words: tuple[int, int]
+    _words: list[int]  # begin and end of the positions that are shown
 
     def sync(self) -> bool:
         """Shows what the writer has now. True if that is anything new.
@@ -123,9 +123,11 @@ class Reader(VTensor):
             TimedOut: the writer was stopped in the middle of a change.
             DriverError: the system refused to map a page. The length is as before.
         """
-        if not ReaderCore.sync(self._core):
-            return False
-        self._show(*self._core.words)
+        changed: bool = ReaderCore.sync(self._core)
+        words = self._core.words
+        if words == self._words:
+            return changed
+        self._show(*words)  # also if an exception came before it the last time
         return True
 
     def _show(self, begin: int, end: int) -> None:
@@ -134,7 +136,7 @@ class Reader(VTensor):
         offset = (shape.phase + begin * shape.item_bytes) // shape.dtype.itemsize
         with without_modes():
             torch.Tensor.set_(self, self._storage, offset, sizes, shape.strides())
-        self._words = (begin, end)
+        self._words = [begin, end]
 
     # -- reading
 
@@ -186,13 +188,11 @@ class Reader(VTensor):
 
     def close(self, stream: object = None) -> None:
         """Lets the writer reuse what only this reader still read, once the last view of it is gone."""
-        if self._core.closed:
-            return
-        with without_modes():
-            torch.Tensor.set_(self, torch.UntypedStorage(0), 0, [0], [1])
-        del self._storage
-        ReaderCore.close(self._core)
         self.__class__ = _ClosedReader
+        with without_modes(), torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.set_(self, torch.UntypedStorage(0), 0, [0], [1])
+        self.__dict__.pop("_storage", None)
+        ReaderCore.close(self._core)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = self.clone()
@@ -299,6 +299,8 @@ def _receive(sent: _Sent, words: int) -> ReaderCore:
 
 def _reduce(tensor: VTensor) -> Any:
     core = tensor._core
+    # The kernel copies a page that a fork shares at a write through a view: readers would not see that.
+    TensorCore.unshare(core, tensor, 0, core.length)
     sent = _send(TensorCore.open_for_readers(core, tensor))
     sizes = tuple(tensor.shape)
     return _rebuild, (

@@ -53,7 +53,9 @@ class ReaderCore {
   bool sync() {
     const Operation operation(*this);
     require_open();
-    return RangeReader::sync(pointers_);
+    // Of anything new it may have to wait for the writer.
+    return RangeReader::stale(pointers_) ? without_gil([&] { return RangeReader::sync(pointers_); })
+                                         : RangeReader::sync(pointers_);
   }
   nb::object storage(std::size_t i) {
     const std::shared_ptr<RangeReader>& range = at(i);
@@ -66,9 +68,25 @@ class ReaderCore {
   }
   bool closed() const { return ranges_.empty(); }
   std::size_t ranges() const { return ranges_.size(); }
-  std::vector<std::uint64_t> words() const {
+  std::vector<std::uint64_t> words() {
+    const Operation operation(*this);
     const std::span<const std::uint64_t> words = at(0)->words();
     return {words.begin(), words.end()};
+  }
+  std::size_t mapped(std::size_t i) {
+    const Operation operation(*this);
+    return at(i)->mapped();
+  }
+  std::vector<PageRecord> pages(std::size_t i, std::size_t row_pages) {
+    const Operation operation(*this);
+    const RangeReader& range = *at(i);
+    std::vector<PageRecord> records;
+    for (std::size_t n = 0; n < range.bytes() / range.page_size(); ++n) {
+      if (range.handle_at(n) < 0) continue;
+      records.push_back({n / row_pages, n % row_pages, range.base() + n * range.page_size(),
+                         range.handle_at(n), 1, "mapped"});
+    }
+    return records;
   }
   const std::shared_ptr<RangeReader>& at(std::size_t i) const {
     require_open();
@@ -119,21 +137,8 @@ void bind_reader(nb::module_& module) {
           "range"_a)
       .def(
           "bytes", [](ReaderCore& core, std::size_t i) { return core.at(i)->bytes(); }, "range"_a)
-      .def(
-          "mapped", [](ReaderCore& core, std::size_t i) { return core.at(i)->mapped(); }, "range"_a)
-      .def(
-          "pages",
-          [](ReaderCore& core, std::size_t i, std::size_t row_pages) {
-            const RangeReader& range = *core.at(i);
-            std::vector<PageRecord> records;
-            for (std::size_t n = 0; n < range.bytes() / range.page_size(); ++n) {
-              if (range.handle_at(n) < 0) continue;
-              records.push_back({n / row_pages, n % row_pages, range.base() + n * range.page_size(),
-                                 range.handle_at(n), 1, "mapped"});
-            }
-            return records;
-          },
-          "range"_a, "row_pages"_a)
+      .def("mapped", &ReaderCore::mapped, "range"_a)
+      .def("pages", &ReaderCore::pages, "range"_a, "row_pages"_a)
       .def("fail_after", [](ReaderCore& core, std::uint64_t skip, std::uint64_t refuse) {
         core.at(0)->meter().fail_after(skip, refuse);
       });

@@ -291,10 +291,15 @@ void RangeReader::map_fresh(std::span<const Interval> fresh, std::span<const Han
   note();
 }
 
+bool RangeReader::stale(std::span<RangeReader* const> ranges) {
+  bool stale = ranges.front()->words_version() != ranges.front()->seen_words_;
+  for (const RangeReader* range : ranges) stale |= range->table_version() != range->seen_table_;
+  return stale;
+}
+
 bool RangeReader::sync(std::span<RangeReader* const> ranges) {
   RangeReader& first = *ranges.front();
-  bool changed = first.words_version() != first.seen_words_;
-  for (const RangeReader* range : ranges) changed |= range->table_version() != range->seen_table_;
+  const bool changed = stale(ranges);
   first.require_open(changed);
   if (!changed) return false;
   std::vector<std::uint64_t> words(first.words_.size());

@@ -30,6 +30,8 @@ class RangeReader {
   RangeReader(const RangeReader&) = delete;
   RangeReader& operator=(const RangeReader&) = delete;
 
+  // Whether a sync would find anything new.
+  static bool stale(std::span<RangeReader* const> ranges);
   // Shows what the first range's words and all tables say now, the words of one moment. The other
   // ranges belong to the same writer. Returns whether anything has changed. Makes no system call
   // if nothing has, but for one look each kLook at whether the writer lives. Not two threads at a
