@@ -19,8 +19,9 @@ void CachedClients::evict_all() {
 }
 
 std::shared_ptr<Client> CachedClients::oldest_unplaced() const {
-  const auto found =
-      std::find_if(all_.begin(), all_.end(), [](const auto& client) { return !client->placed(); });
+  const auto found = std::find_if(all_.begin(), all_.end(), [](const auto& client) VT_LOCKED {
+    return client->hooks.cached_alike.linked() && !client->placed();
+  });
   return found == all_.end() ? nullptr : *found;
 }
 

@@ -9,29 +9,64 @@ namespace vtensor {
 void PageTable::reserve(Interval indices) {
   if (indices.empty()) return;
   entries_.reserve(place(0, indices.begin), place(0, indices.end));
+  indices_.reserve(indices.begin, indices.end);
   reserved_ = std::max(reserved_, indices.end);
 }
 
-template <typename Counted>
-std::size_t PageTable::count(Interval indices, Counted counted) const {
+std::vector<Interval> PageTable::runs_of(Why why, std::size_t most) const {
+  std::vector<Interval> runs;
+  const Interval hull = hull_of(why);
+  for (std::size_t i = hull.begin; i < hull.end && most != 0; ++i) {
+    if (this->why(i) != why) continue;
+    if (runs.empty() || runs.back().end != i) runs.push_back({i, i});
+    ++runs.back().end;
+    --most;
+  }
+  return runs;
+}
+
+void PageTable::move(std::size_t i, Index& index, Why to) noexcept {
+  if (index.mapped == 0 && to != Why::needed && to != Why::prefetched) to = Why::nothing;
+  if (to == index.why) return;
+  Count& from = of(index.why);
+  --from.indices;
+  from.mapped -= index.mapped;
+  if (i == from.hull.begin) ++from.hull.begin;
+  if (i + 1 == from.hull.end) --from.hull.end;
+  if (from.indices == 0) from.hull = {};
+  Count& into = of(to);
+  ++into.indices;
+  into.mapped += index.mapped;
+  into.hull = hull(into.hull, {i, i + 1});
+  index.why = to;
+}
+
+void PageTable::add_mapped(Interval indices, std::size_t by) noexcept {
+  // Atomic to be read without the lock; it changes under it, so no atomic add is needed.
+  mapped_.store(mapped() + by * indices.size(), std::memory_order_relaxed);
+  each_index(indices, [this, by](std::size_t i, Index& index) VT_LOCKED {
+    index.mapped += static_cast<std::uint32_t>(by);
+    of(index.why).mapped += by;
+    if (index.why == Why::nothing) move(i, index, Why::unneeded);
+    if (index.mapped == 0) move(i, index, index.why);
+  });
+}
+
+std::size_t PageTable::count_mapped(Interval indices) const {
+  std::size_t pages = 0;
+  for (std::size_t i = indices.begin; i < indices.end; ++i) pages += indices_[i].mapped;
+  return pages;
+}
+
+std::size_t PageTable::count_sole(Interval indices) const {
   std::size_t pages = 0;
   for (std::size_t row = 0; row < rows_; ++row) {
-    walk(row, indices, false, [&](std::size_t, Entry entry) {
-      pages += counted(entry);
+    walk(row, indices, false, [&pages](std::size_t, Entry entry) {
+      pages += entry.page() != nullptr && entry.page()->references == 1;
       return true;
     });
   }
   return pages;
-}
-
-std::size_t PageTable::count_mapped(Interval indices) const {
-  return mapped() == 0 ? 0 : count(indices, counts_as_mapped);
-}
-
-std::size_t PageTable::count_sole(Interval indices) const {
-  return count(indices, [](Entry entry) {
-    return entry.page() != nullptr && entry.page()->references == 1;
-  });
 }
 
 std::size_t PageTable::add_pages(std::unordered_set<const Page*>& seen) const {
@@ -46,7 +81,8 @@ std::size_t PageTable::add_pages(std::unordered_set<const Page*>& seen) const {
 void PageTable::check_entries(std::unordered_map<const Page*, PageUse>& uses,
                               bool reachable) const {
   std::size_t mapped = 0, copy_on_write = 0, leaving = 0;
-  for_each([&](Entry entry, std::size_t row, std::size_t index) {
+  std::array<std::size_t, kWhys> by_why{};
+  for_each([&](Entry entry, std::size_t row, std::size_t index) VT_LOCKED {
     if ((entry.page() == nullptr) != (entry.state() == EntryState::empty)) {
       throw Error("I3: index ", index, " of row ", row,
                   " has a page and no mapping, or a mapping and no page");
@@ -59,10 +95,13 @@ void PageTable::check_entries(std::unordered_map<const Page*, PageUse>& uses,
       use.writable |= is_writable(entry);
     }
     mapped += counts_as_mapped(entry);
+    by_why[static_cast<std::size_t>(why(index))] += counts_as_mapped(entry);
     copy_on_write += is_copy_on_write(entry);
     leaving += is_leaving(entry);
   });
-  if (mapped != this->mapped() || copy_on_write != copy_on_write_ || leaving != leaving_)
+  bool same = by_why[static_cast<std::size_t>(Why::nothing)] == 0;
+  for (std::size_t i = 1; i < kWhys; ++i) same = same && by_why[i] == counts_[i].mapped;
+  if (!same || mapped != this->mapped() || copy_on_write != copy_on_write_ || leaving != leaving_)
     throw Error("I4: the counts of mapped pages are wrong");
 }
 
