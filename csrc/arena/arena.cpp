@@ -93,7 +93,8 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
 
 Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
              const char* noun)
-    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages), noun_(noun) {}
+    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages,
+             {noun, "map the blocks before the capture"}) {}
 
 void Arena::have_uses(std::span<const Interval> pages) {
   for (const Interval some : pages) {
@@ -390,14 +391,14 @@ void Arena::cache(std::size_t page) noexcept {
   use.newer = kNone;
   (newest_ == kNone ? oldest_ : uses_.reserved(newest_).newer) = static_cast<std::uint32_t>(page);
   newest_ = static_cast<std::uint32_t>(page);
-  if (!hooks.cached.linked()) pool_->cached().add_evictable(shared_from_this());
+  if (!hooks.cached.linked()) pool_->cached().add(shared_from_this(), false);
 }
 
 void Arena::uncache(std::size_t page) noexcept {
   const Use& use = uses_[page];
   (use.older == kNone ? oldest_ : uses_.reserved(use.older).newer) = use.newer;
   (use.newer == kNone ? newest_ : uses_.reserved(use.newer).older) = use.older;
-  if (oldest_ == kNone) pool_->cached().remove(*this, 0);
+  if (oldest_ == kNone) pool_->cached().remove(*this);
 }
 
 void Arena::set_why(std::size_t page, Why why) noexcept {

@@ -120,8 +120,6 @@ class Arena final : public Client {
   Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
         const char* noun);
 
-  const char* noun() const override { return noun_; }
-  const char* capture_advice() const override { return "map the blocks before the capture"; }
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED {
     note_arrival(arrival);
   }
@@ -157,7 +155,6 @@ class Arena final : public Client {
   // Why pages with uses are mapped: generations alone need them once the owner has left.
   Why used() const VT_LOCKED { return owned_ ? Why::needed : Why::viewed; }
 
-  const char* const noun_;
   Listener* listener_ VT_GUARDED = nullptr;
   std::uint64_t clock_ VT_GUARDED = 0;  // one more with every arrival of pages
   std::size_t mapping_ VT_GUARDED = 0;  // calls of map() under way, which have counted pages

@@ -31,12 +31,14 @@ void Generation::reap() noexcept {
   client->give_back_unused();
 }
 
-Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages)
+Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages,
+               const Words& words)
     : pool_(pool),
       driver_(pool->driver()),
       shape_(shape),
       range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
-      work_(driver_) {}
+      work_(driver_),
+      words_(words) {}
 
 std::uint64_t Client::join(Address base, std::unique_ptr<faults::Range> report,
                            const Caller& caller) {
@@ -72,7 +74,7 @@ Generation* Client::publish_locked(Interval indices, Interval bytes) {
 bool Client::await_turn(PoolLock& lock, const Caller& caller) {
   if (!busy_ && range_.leaving() == 0) return false;
   const Counted waits(waiting_);
-  const std::string what = text("the mapper's driver call for this ", noun());
+  const std::string what = text("the mapper's driver call for this ", words_.noun);
   pool_->await(lock, caller.operation, what.c_str(), [this, &lock]() VT_LOCKED {
     if (busy_ || range_.leaving() == 0) return !busy_;
     give_up_ahead();
@@ -171,7 +173,7 @@ std::exception_ptr Client::take_error() {
 
 void Client::raise_if_asleep() const {
   if (asleep.load(std::memory_order_acquire) == 0) return;  // pairs with the release of waking
-  throw Asleep("[vtensor] the ", noun(),
+  throw Asleep("[vtensor] the ", words_.noun,
                " is asleep, without memory: call wake() of its pool first");
 }
 
@@ -181,7 +183,7 @@ void Client::require_no_capture(const Caller& caller) const {
   throw Error("[", caller.operation,
               "] this needs driver calls, and the current stream is being captured into a CUDA "
               "graph: ",
-              capture_advice());
+              words_.capture_advice);
 }
 
 void Client::raise_error() {
@@ -295,26 +297,17 @@ void Client::free_range() {
 
 bool Client::settle(PoolLock* lock) noexcept {
   if (busy_) return false;
-  refusal_ = nullptr;
-  try {
-    // The end of a broken pool's driver unmaps what its clients leave.
-    if (pool_->store().broken() && pool_->retired()) return release_range();
-    const bool quiet = is_quiet();
-    while (begin_unmapping()) {
-      Reservation::Departure departure;
-      if (!claim_departure(departure, std::numeric_limits<std::size_t>::max())) return false;
-      {
-        std::optional<Unlocked> unlocked;
-        if (lock != nullptr) unlocked.emplace(*lock);
-        range_.carry_out(departure);
-      }
-      enter_back(departure);
-      if (refusal_) return false;
+  for (;;) {
+    Reservation::Departure departure;
+    const Claim claim = try_to_claim(departure, std::numeric_limits<std::size_t>::max());
+    if (claim != Claim::claimed) return claim == Claim::done;
+    {
+      std::optional<Unlocked> unlocked;
+      if (lock != nullptr) unlocked.emplace(*lock);
+      range_.carry_out(departure);
     }
-    return release_range() && quiet;
-  } catch (...) {
-    refused(std::current_exception());
-    return false;
+    enter_back(departure);
+    if (refusal_) return false;
   }
 }
 
@@ -324,27 +317,30 @@ Client::Claim Client::claim_back(Reservation::Departure& departure, std::size_t 
   // error refuses for good.
   if (refusal_ && (pool_->retired() || std::chrono::steady_clock::now() < retry_at_))
     return Claim::refused;
+  return try_to_claim(departure, pages);
+}
+
+Client::Claim Client::try_to_claim(Reservation::Departure& departure, std::size_t pages) noexcept {
   refusal_ = nullptr;
   try {
-    const bool quiet = is_quiet();
-    if (begin_unmapping()) return claim_departure(departure, pages) ? Claim::claimed : Claim::waits;
-    return release_range() && quiet ? Claim::done : Claim::waits;
+    // The end of a broken pool's driver unmaps what its clients leave.
+    const bool leaves_all = pool_->store().broken() && pool_->retired();
+    const bool quiet = leaves_all || is_quiet();
+    if (leaves_all || !begin_unmapping())
+      return release_range() && quiet ? Claim::done : Claim::waits;
+    if (!all_passed(driver_, unmap_after_)) return Claim::waits;
+    std::vector<Reservation::Run> within;
+    const std::size_t most = std::max<std::size_t>(1, pages / range_.rows());
+    for (const Interval indices : range_.runs_of(Why::fenced, most)) {
+      for (std::size_t row = 0; row < range_.rows(); ++row) within.push_back({row, indices});
+    }
+    departure = range_.departing(within);
+    busy_ = true;
+    return Claim::claimed;
   } catch (...) {
     refused(std::current_exception());
     return Claim::refused;
   }
-}
-
-bool Client::claim_departure(Reservation::Departure& departure, std::size_t pages) {
-  if (!all_passed(driver_, unmap_after_)) return false;
-  std::vector<Reservation::Run> within;
-  const std::size_t most = std::max<std::size_t>(1, pages / range_.rows());
-  for (const Interval indices : range_.runs_of(Why::fenced, most)) {
-    for (std::size_t row = 0; row < range_.rows(); ++row) within.push_back({row, indices});
-  }
-  departure = range_.departing(within);
-  busy_ = true;
-  return true;
 }
 
 void Client::enter_back(const Reservation::Departure& departure) {

@@ -118,7 +118,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // -- reuse
 
-  // Whether it lies in the range of another client. Its cached pages are then not limited.
+  // Whether it lies in the range of another client.
   virtual bool placed() const { return false; }
   // Whether it has cached pages and no others: pages that are leaving would be taken back by the
   // next owner (I7).
@@ -183,17 +183,19 @@ class Client : public std::enable_shared_from_this<Client> {
   // 2^47 bytes are the addresses of a process on x86-64.
   static constexpr std::size_t kMostBytes = std::size_t{1} << 47;
 
-  Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
+  // For messages: "tensor" or "arena", and advice for users whose capture refuses driver calls.
+  struct Words {
+    const char *noun, *capture_advice;
+  };
+
+  Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages,
+         const Words& words);
 
   // Joins the pool with the addresses reserved for its rows. Returns its id, which owns the pages.
   // `report`: what reports of faults say of them.
   std::uint64_t join(Address base, std::unique_ptr<faults::Range> report, const Caller& caller)
       VT_LOCKED;
 
-  // "tensor" or "arena", for messages.
-  virtual const char* noun() const = 0;
-  // Advice for users whose capture refuses driver calls.
-  virtual const char* capture_advice() const = 0;
   virtual void free_range() VT_LOCKED;
   // Adds empty pages that it wants ahead, up to `pages`, and the pages to be mapped there if these
   // are shared.
@@ -234,18 +236,19 @@ class Client : public std::enable_shared_from_this<Client> {
   std::unique_ptr<Generation> owner_end_ = std::make_unique<Generation>();
 
  private:
+  const Words words_;
+
   // Of `indices`, those that only generations needed and none covers now are unneeded.
   void uncover(Interval indices) VT_LOCKED;
   // If no page is fenced, unneeded pages become so. Whether any is.
   bool begin_unmapping() VT_LOCKED;
+  Claim try_to_claim(Reservation::Departure& departure, std::size_t pages) noexcept VT_LOCKED;
   // Whether the owner has left and no generation is left, so that the range is to be freed.
   bool ends() const VT_LOCKED {
     return !owned_ && reserved_ && generations_.empty() && range_.mapped(Why::cached) == 0;
   }
   // Frees the range of a client that ends. False if pages are left in it.
   bool release_range() VT_LOCKED;
-  // Takes about `pages` of the fenced pages. False if their fences have not passed.
-  bool claim_departure(Reservation::Departure& departure, std::size_t pages) VT_LOCKED;
   void refused(std::exception_ptr error) noexcept VT_LOCKED;
   // Some runs of pages ahead or cached that the last owner left unzeroed, up to `most` pages.
   std::vector<Reservation::Run> unclean(std::size_t most) const VT_LOCKED;

@@ -89,7 +89,11 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
 }
 
 Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages)
-    : Client(pool, shape, row_pages), geometry_(shape, pool->page_size()) {}
+    : Client(pool, shape, row_pages,
+             {"tensor",
+              "grow before the capture, or extend(n) and truncate(length) once so that the pages "
+              "are ready"}),
+      geometry_(shape, pool->page_size()) {}
 
 // -- lengths
 
@@ -441,14 +445,14 @@ void Buffer::try_to_cache() {
     pages.begin = pages.end + 1;
     pages.end = range_.first_not({pages.begin, end}, usable);
   }
-  if (pages.empty() || (!placed() && !pool_->may_cache(pages_to_count(pages)))) return;
+  if (pages.empty() || (!placed() && !pool_->may_cache(pages.size() * range_.rows()))) return;
+  range_.set_why(pages, Why::cached);
   try {
     ready_after_ = fences();
-    pool_->cache(shared_from_this(), pages_to_count(pages));
+    pool_->cache(shared_from_this(), !placed());
   } catch (...) {
-    return;  // the pages are unmapped then
+    return release(Why::cached);
   }
-  range_.set_why(pages, Why::cached);
   range_.set_owner(pool_->next_id());
   const bool dirty = pool_->zero_policy() != ZeroPolicy::never;
   for (std::size_t row = 0; row < range_.rows(); ++row)
@@ -457,7 +461,7 @@ void Buffer::try_to_cache() {
 }
 
 void Buffer::evict() {
-  pool_->cached().remove(*this, pages_to_count(cached()));
+  pool_->cached().remove(*this);
   release(Why::cached);
   if (busy_ || !pool_->looks_ahead()) return give_back_unused();
   pool_->settle_later(shared_from_this());  // its fences cost driver calls
@@ -473,12 +477,6 @@ bool Buffer::reuse_cached(const Caller& caller) {
   if (cached().empty()) return false;
   const Busy busy(*this, lock, caller);  // the mapper may be zeroing a part of it
   if (!reusable()) return false;
-  reuse(caller);
-  ++pool_->counted.tensors_reused;
-  return true;
-}
-
-void Buffer::reuse(const Caller& caller) {
   is_quiet();
   owner_end_ = std::make_unique<Generation>();
   owned_ = may_keep_ = true;
@@ -488,11 +486,13 @@ void Buffer::reuse(const Caller& caller) {
   work_.clear();
   work_.note(caller);
   range_.event(trace::What::reuse, cached());
-  pool_->cached().remove(*this, pages_to_count(cached()));
+  pool_->cached().remove(*this);
   // In a slot they count as cached until the extent reaches them.
   range_.set_why(cached(), placed() ? Why::reused : Why::prefetched);
   ahead_changed();
   if (!ready_after_.empty()) pool_->settle_later(shared_from_this());
+  ++pool_->counted.tensors_reused;
+  return true;
 }
 
 // -- reports

@@ -115,8 +115,9 @@ class Buffer final : public Client {
 
   // -- reuse
 
-  // A cached buffer gets a new owner. False if it is not cached, or if pages of it are still
-  // leaving. Waits for the mapper's step.
+  // A cached buffer gets a new owner, whose growth waits for the work of the last one. False if it
+  // is not cached, or if pages of it are still leaving. Waits for the mapper's step. Throws if the
+  // driver refuses; it stays cached then.
   bool reuse_cached(const Caller& caller);
   Interval cached() const VT_LOCKED { return range_.hull_of(Why::cached); }
   // Evicts cached pages, and caches none later.
@@ -164,11 +165,6 @@ class Buffer final : public Client {
  private:
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
-  const char* noun() const override { return "tensor"; }
-  const char* capture_advice() const override {
-    return "grow before the capture, or extend(n) and truncate(length) once so that the pages are "
-           "ready";
-  }
   void free_range() override VT_LOCKED;
   void find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   bool wants() const override VT_LOCKED { return expected_ != nullptr || Client::wants(); }
@@ -187,13 +183,6 @@ class Buffer final : public Client {
   std::size_t lead() const VT_LOCKED;
   void want(std::size_t index_end, bool soon) VT_LOCKED;
   void try_to_cache() VT_LOCKED;
-  // A cached buffer gets a new owner, whose growth waits for the work of the last one. Requires:
-  // reusable. Throws if the driver refuses; it stays cached then.
-  void reuse(const Caller& caller) VT_LOCKED;
-  // Cached pages that count against the pool's `cache` limit: none of a placed buffer.
-  std::size_t pages_to_count(Interval cached) const {
-    return placed() ? 0 : cached.size() * range_.rows();
-  }
 
   static constexpr std::size_t kCacheLine = 64;
 

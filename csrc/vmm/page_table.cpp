@@ -25,31 +25,48 @@ std::vector<Interval> PageTable::runs_of(Why why, std::size_t most) const {
   return runs;
 }
 
-void PageTable::move(std::size_t i, Index& index, Why to) noexcept {
-  if (index.mapped == 0 && to != Why::needed && to != Why::prefetched) to = Why::nothing;
-  if (to == index.why) return;
-  Count& from = of(index.why);
-  --from.indices;
-  from.mapped -= index.mapped;
-  if (i == from.hull.begin) ++from.hull.begin;
-  if (i + 1 == from.hull.end) --from.hull.end;
+void PageTable::count_moved(const Moved& moved) noexcept {
+  if (moved.from == moved.to) return;
+  const auto [begin, end] = moved.indices;
+  Count& from = of(moved.from);
+  from.indices -= end - begin;
+  from.mapped -= moved.mapped;
+  if (begin == from.hull.begin) from.hull.begin = end;
+  if (end == from.hull.end) from.hull.end = begin;
   if (from.indices == 0) from.hull = {};
-  Count& into = of(to);
-  ++into.indices;
-  into.mapped += index.mapped;
-  into.hull = hull(into.hull, {i, i + 1});
-  index.why = to;
+  Count& into = of(moved.to);
+  into.indices += end - begin;
+  into.mapped += moved.mapped;
+  into.hull = hull(into.hull, moved.indices);
 }
 
 void PageTable::add_mapped(Interval indices, std::size_t by) noexcept {
   // Atomic to be read without the lock; it changes under it, so no atomic add is needed.
   mapped_.store(mapped() + by * indices.size(), std::memory_order_relaxed);
-  each_index(indices, [this, by](std::size_t i, Index& index) VT_LOCKED {
-    index.mapped += static_cast<std::uint32_t>(by);
-    of(index.why).mapped += by;
-    if (index.why == Why::nothing) move(i, index, Why::unneeded);
-    if (index.mapped == 0) move(i, index, index.why);
-  });
+  for (std::size_t i = indices.begin; i < indices.end;) {
+    const std::span<Index> present = indices_.together(i);
+    const std::span<Index> some = present.first(std::min(present.size(), indices.end - i));
+    const Why why = some.front().why;
+    bool settled = why == Why::needed || why == Why::prefetched;
+    for (Index& index : some) {
+      index.mapped += static_cast<std::uint32_t>(by);
+      settled &= index.why == why;
+    }
+    if (settled) {
+      of(why).mapped += by * some.size();
+      i += some.size();
+      continue;
+    }
+    for (Index& index : some) {
+      of(index.why).mapped += by;
+      // Nothing is known to need what came, or nothing is mapped any more.
+      Why to = index.why == Why::nothing ? Why::unneeded : index.why;
+      if (index.mapped == 0 && to != Why::needed && to != Why::prefetched) to = Why::nothing;
+      count_moved({index.why, to, {i, i + 1}, index.mapped});
+      index.why = to;
+      ++i;
+    }
+  }
 }
 
 std::size_t PageTable::count_mapped(Interval indices) const {

@@ -122,8 +122,19 @@ class PageTable {
   // The same, to change(index).
   template <typename Change>
   void change_why(Interval indices, Change change) noexcept VT_LOCKED {
-    each_index(indices, [&](std::size_t i, Index& index)
-                            VT_LOCKED { move(i, index, change(std::as_const(index))); });
+    Moved some;
+    each_index(indices, [&](std::size_t i, Index& index) VT_LOCKED {
+      Why to = change(std::as_const(index));
+      if (index.mapped == 0 && to != Why::needed && to != Why::prefetched) to = Why::nothing;
+      if (index.why != some.from || to != some.to || i != some.indices.end) {
+        count_moved(some);
+        some = {index.why, to, {i, i}};
+      }
+      ++some.indices.end;
+      some.mapped += index.mapped;
+      index.why = to;
+    });
+    count_moved(some);
   }
   // Entries that are mapped for this reason, and entries that are not mapped where this is it.
   std::size_t mapped(Why why) const VT_LOCKED { return of(why).mapped; }
@@ -310,7 +321,13 @@ class PageTable {
       }
     }
   }
-  void move(std::size_t i, Index& index, Why to) noexcept VT_LOCKED;
+  // Neighbours that go from one reason to another.
+  struct Moved {
+    Why from = Why::nothing, to = Why::nothing;
+    Interval indices;
+    std::size_t mapped = 0;
+  };
+  void count_moved(const Moved& moved) noexcept VT_LOCKED;
   // Entries at `indices` were mapped (by 1) or unmapped (by kLess).
   void add_mapped(Interval indices, std::size_t by) noexcept VT_LOCKED;
 
