@@ -85,20 +85,21 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
     pool->reap();
     const std::uint64_t own = arena->join(base, std::move(report), caller);
     arena->range_.set_owner(owner.value_or(own));
-    arena->of_several_ = owner.has_value();
-    if (arena->of_several_) arena->range_.stitch();
+    arena->is_tensor_ = !owner.has_value();
+    if (owner) arena->range_.stitch();
   }
   return arena;
 }
 
 Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
              const char* noun)
-    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages), noun_(noun) {}
+    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages,
+             {noun, "map the blocks before the capture"}) {}
 
-void Arena::have_states(std::span<const Interval> pages) {
+void Arena::have_uses(std::span<const Interval> pages) {
   for (const Interval some : pages) {
     range_.reserve(some);
-    states_.reserve(some.begin, some.end);
+    uses_.reserve(some.begin, some.end);
   }
 }
 
@@ -129,7 +130,9 @@ bool Arena::map_ready(const Caller& caller, Interval bytes) {
   if (busy_ || !ready_after_.empty()) return false;
   const Interval pages = pages_of(bytes);
   for (std::size_t i = pages.begin; i < pages.end; ++i) {
-    if (!is_mapped(range_.at(0, i)) || states_[i].idle == Idle::leaving) return false;
+    if (!is_mapped(range_.at(0, i)) || range_.why(i) == Why::unneeded ||
+        range_.why(i) == Why::fenced)
+      return false;
   }
   work_.note(caller);
   begin_use({&pages, 1});
@@ -137,25 +140,12 @@ bool Arena::map_ready(const Caller& caller, Interval bytes) {
   return true;
 }
 
-void Arena::keep(std::span<const Interval> pages) {
-  for (const Interval some : pages) {
-    for (std::size_t i = some.begin; i < some.end; ++i) {
-      const std::size_t first = i;
-      while (i < some.end && states_[i].idle == Idle::leaving) ++i;
-      if (i == first) continue;
-      unmap_.touch({first, i});
-      unmap_.remove({first, i});
-    }
-  }
-}
-
 std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> intervals,
                              std::span<const std::uint64_t> since, bool in_capture) {
   const std::vector<Interval> pages = pages_of(intervals);
   PoolLock lock(pool_);
   pool_->reap();
-  have_states(pages);
-  keep(pages);
+  have_uses(pages);
   begin_use(pages);  // first, so that making room evicts none of them
   const Counted mapping(mapping_);
   try {
@@ -169,10 +159,9 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
 void Arena::begin_use(std::span<const Interval> pages) noexcept {
   for (const Interval some : pages) {
     for (std::size_t i = some.begin; i < some.end; ++i) {
-      State& state = states_.reserved(i);
-      if (state.idle == Idle::cached) uncache(i);
-      set_idle(i, Idle::no);
-      ++state.uses;
+      ++uses_.reserved(i).blocks;
+      // What a call that failed had mapped is unmapped first.
+      if (!is_leaving(range_.at(0, i))) set_why(i, Why::needed);
     }
   }
 }
@@ -189,7 +178,7 @@ bool Arena::kept(Interval pages, std::span<const std::uint64_t> since, std::size
   const std::uint64_t then = since.empty() ? clock_ : since[n];
   for (std::size_t i = pages.begin; i < pages.end; ++i) {
     Entry entry = range_.at(0, i);
-    if (!is_mapped(entry) || !is_awake(entry) || states_[i].mapped_at > then) return false;
+    if (!is_mapped(entry) || !is_awake(entry) || uses_[i].mapped_at > then) return false;
   }
   return true;
 }
@@ -244,8 +233,7 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
     std::size_t count = 0;
     for (const Reservation::Run& run : runs) count += run.indices.size();
     if (MakeRoom(*pool_).ready(lock, caller.operation, count)) continue;
-    for (const Reservation::Run& run : runs) wanted_.push_back(run.indices);
-    wanted_ = joined(std::move(wanted_));
+    for (const Reservation::Run& run : runs) range_.set_why(run.indices, Why::prefetched);
     pool_->wanting().ignore();
     if (count != 0) {
       pool_->want(shared_from_this());
@@ -256,7 +244,7 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
     {
       const Counted awaits(awaiting_);
       pool_->await(lock, caller.operation, "the mapper, which maps during a capture",
-                   [this]() VT_LOCKED { return wanted_.empty() && !busy_ && is_quiet(); });
+                   [this]() VT_LOCKED { return !wants() && !busy_ && is_quiet(); });
     }
     if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
   }
@@ -265,15 +253,17 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
 void Arena::note_arrival(const Reservation::Arrival& arrival) {
   ++clock_;
   for (const Reservation::Run& run : arrival.runs) {
-    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
-      states_.reserved(i).mapped_at = clock_;
+    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
+      uses_.reserved(i).mapped_at = clock_;
+      if (uses_[i].blocks != 0 && is_mapped(range_.at(0, i))) set_why(i, used());
+    }
   }
 }
 
 void Arena::lose_contents() noexcept {
   ++clock_;
-  each_state([this](std::size_t i, State& state) VT_LOCKED {
-    if (is_mapped(range_.at(0, i))) state.mapped_at = clock_;
+  each_use([this](std::size_t i, Use& use) VT_LOCKED {
+    if (is_mapped(range_.at(0, i))) use.mapped_at = clock_;
   });
 }
 
@@ -282,11 +272,11 @@ void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
   const std::vector<Interval> pages = pages_of(intervals);
   const PoolLock lock(pool_);
   work_.note(caller);
-  const auto count_back = [this](std::size_t i) VT_LOCKED { ++states_.reserved(i).uses; };
+  const auto count_back = [this](std::size_t i) VT_LOCKED { ++uses_.reserved(i).blocks; };
   for (std::size_t n = 0; n < pages.size(); ++n) {
     for (std::size_t i = pages[n].begin; i < pages[n].end; ++i) {
-      if (states_[i].uses != 0) {
-        --states_.reserved(i).uses;
+      if (uses_[i].blocks != 0) {
+        --uses_.reserved(i).blocks;
         continue;
       }
       for (std::size_t back = pages[n].begin; back < i; ++back) count_back(back);
@@ -308,7 +298,7 @@ void Arena::unmap_mapped(const Caller& caller, Interval bytes) {
 
 void Arena::count_back(std::span<const Interval> pages) noexcept {
   for (const Interval some : pages) {
-    for (std::size_t i = some.begin; i < some.end; ++i) --states_.reserved(i).uses;
+    for (std::size_t i = some.begin; i < some.end; ++i) --uses_.reserved(i).blocks;
   }
   end_use(pages);
 }
@@ -319,12 +309,11 @@ void Arena::end_use(std::span<const Interval> pages) noexcept {
   bool goes = false;
   for (const Interval some : pages) {
     for (std::size_t i = some.begin; i < some.end; ++i) {
-      if (states_[i].uses != 0 || states_[i].idle != Idle::no || !is_mapped(range_.at(0, i)))
-        continue;
-      if (keep) {
+      if (uses_[i].blocks != 0 || range_.why(i) != used()) continue;
+      if (keep && is_mapped(range_.at(0, i))) {
         cache(i);
       } else {
-        let_go(i);
+        set_why(i, Why::unneeded);
         goes = true;
       }
     }
@@ -335,15 +324,16 @@ void Arena::end_use(std::span<const Interval> pages) noexcept {
 void Arena::prepare(std::span<const Interval> intervals) {
   const std::vector<Interval> pages = pages_of(intervals);
   PoolLock lock(pool_);
-  have_states(pages);
+  have_uses(pages);
   for (const Interval some : pages) {
     if (range_.count_mapped(some) == some.size()) continue;
     trace::event(trace::What::prepare, range_.address(0, some.begin),
                  some.size() * range_.page_size(), range_.base());
-    wanted_.push_back(some);
+    range_.change_why(some, [](const auto& index) {
+      return index.why == Why::nothing ? Why::prefetched : index.why;
+    });
   }
-  if (wanted_.empty()) return;
-  wanted_ = joined(std::move(wanted_));
+  if (!wants()) return;
   pool_->wanting().ignore();
   pool_->want(shared_from_this());
   pool_->wake_mapper();
@@ -353,14 +343,15 @@ std::size_t Arena::trim(const Caller& caller, std::span<const Interval> interval
   pool_->store().raise_if_broken();
   PoolLock lock(pool_);
   pool_->reap();
-  if (awaiting_ == 0) wanted_.clear();
+  if (awaiting_ == 0) give_up_ahead();
   await_turn(lock, caller);
   std::size_t pages = 0;
   for (const Interval some : intervals) {
     const Interval within = pages_of(some);
     for (std::size_t i = within.begin; i < within.end; ++i) {
-      if (states_[i].idle != Idle::cached && states_[i].idle != Idle::prefetched) continue;
-      let_go(i);
+      if (!is_mapped(range_.at(0, i))) continue;
+      if (range_.why(i) != Why::cached && range_.why(i) != Why::prefetched) continue;
+      set_why(i, Why::unneeded);
       ++pages;
     }
   }
@@ -378,7 +369,7 @@ std::vector<char> Arena::holds(std::span<const Interval> intervals,
     const Interval pages = pages_of(intervals[n]);
     bool stays = kept(pages, since, n);
     for (std::size_t i = pages.begin; i < pages.end && stays; ++i)
-      stays = states_[i].idle != Idle::leaving;
+      stays = range_.why(i) != Why::unneeded && range_.why(i) != Why::fenced;
     held.push_back(stays);
   }
   return held;
@@ -394,111 +385,48 @@ bool Arena::may_cache() const {
 
 // Puts the page at the end of the list of cached pages, and the arena on the pool's list.
 void Arena::cache(std::size_t page) noexcept {
-  State& state = states_.reserved(page);
-  set_idle(page, Idle::cached);
-  state.older = newest_;
-  state.newer = kNone;
-  (newest_ == kNone ? oldest_ : states_.reserved(newest_).newer) = static_cast<std::uint32_t>(page);
+  Use& use = uses_.reserved(page);
+  range_.set_why({page, page + 1}, Why::cached);
+  use.older = newest_;
+  use.newer = kNone;
+  (newest_ == kNone ? oldest_ : uses_.reserved(newest_).newer) = static_cast<std::uint32_t>(page);
   newest_ = static_cast<std::uint32_t>(page);
-  if (!hooks.cached.linked()) pool_->cached().add_evictable(shared_from_this());
+  if (!hooks.cached.linked()) pool_->cached().add(shared_from_this(), false);
 }
 
 void Arena::uncache(std::size_t page) noexcept {
-  const State& state = states_[page];
-  (state.older == kNone ? oldest_ : states_.reserved(state.older).newer) = state.newer;
-  (state.newer == kNone ? newest_ : states_.reserved(state.newer).older) = state.older;
-  set_idle(page, Idle::no);
-  if (oldest_ == kNone) pool_->cached().remove(*this, 0);
+  const Use& use = uses_[page];
+  (use.older == kNone ? oldest_ : uses_.reserved(use.older).newer) = use.newer;
+  (use.newer == kNone ? newest_ : uses_.reserved(use.newer).older) = use.older;
+  if (oldest_ == kNone) pool_->cached().remove(*this);
 }
 
-void Arena::set_idle(std::size_t page, Idle idle) noexcept {
-  State& state = states_.reserved(page);
-  --count_of(state.idle);
-  ++count_of(idle);
-  state.idle = idle;
-}
-
-void Arena::let_go(std::size_t page) noexcept {
-  if (states_[page].idle == Idle::cached) uncache(page);
-  set_idle(page, Idle::leaving);
-  unmap_.touch({page, page + 1});
+void Arena::set_why(std::size_t page, Why why) noexcept {
+  if (range_.why(page) == Why::cached) uncache(page);
+  range_.set_why({page, page + 1}, why);
 }
 
 void Arena::evict() {
   std::size_t left =
-      std::min(count_of(Idle::cached) / kEvictedShare, kMostEvicted / range_.page_size());
+      std::min(range_.mapped(Why::cached) / kEvictedShare, kMostEvicted / range_.page_size());
   left = std::max<std::size_t>(1, left);
-  for (; left != 0 && oldest_ != kNone; --left, ++evicted_) let_go(oldest_);
+  for (; left != 0 && oldest_ != kNone; --left, ++evicted_) set_why(oldest_, Why::unneeded);
   give_back_unused();
 }
 
-std::size_t Arena::drop_ahead() {
-  if (busy_) return 0;
-  if (awaiting_ == 0) wanted_.clear();
-  const std::size_t pages = count_of(Idle::prefetched);
-  if (pages == 0) return 0;
-  each_state([this](std::size_t i, const State& state) VT_LOCKED {
-    if (state.idle == Idle::prefetched) let_go(i);
-  });
-  give_back_unused();
-  return pages;
-}
-
-std::vector<Interval> Arena::uncovered() const {
-  const Interval touched = unmap_.touched();
-  std::vector<Interval> leaving;
-  for (std::size_t i = touched.begin; i < touched.end; ++i) {
-    const std::size_t first = i;
-    while (i < touched.end && (states_[i].idle == Idle::leaving || is_leaving(range_.at(0, i))))
-      ++i;
-    if (i != first) leaving.push_back({first, i});
+void Arena::enter_back(const Reservation::Departure& departure) {
+  for (const Reservation::Run& run : std::span(departure.runs).first(departure.done)) {
+    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
+      // A map() that was refused since had taken it back.
+      if (range_.why(i) == Why::cached) set_why(i, Why::unneeded);
+    }
   }
-  return leaving;
-}
-
-void Arena::enter_back(Departure& departure) {
   Client::enter_back(departure);
-  for (const Reservation::Run& run : departure.runs) {
+  for (const Reservation::Run& run : std::span(departure.runs).first(departure.done)) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      if (is_mapped(range_.at(0, i))) continue;
-      if (states_[i].idle == Idle::cached) uncache(i);  // a map took it back and was refused
-      if (states_[i].idle == Idle::leaving) set_idle(i, Idle::no);
+      if (uses_[i].blocks != 0) set_why(i, used());
     }
   }
-  // Also after a departure that was cut short: unmapped pages may be mapped again before the others
-  // leave.
-  for (std::size_t run = 0; run < departure.done; ++run) unmap_.remove(departure.runs[run].indices);
-}
-
-std::size_t Arena::pages_leaving() const {
-  if (unmap_.refusal()) return 0;
-  return count_of(Idle::leaving) + range_.leaving();
-}
-
-// -- ahead
-
-std::size_t Arena::missing_ahead() const {
-  std::size_t pages = 0;
-  for (const Interval some : wanted_) pages += some.size() - range_.count_mapped(some);
-  return pages;
-}
-
-void Arena::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
-  for (const Interval some : wanted_) add_missing(arrival, some, pages);
-}
-
-void Arena::arrived_ahead(const Reservation::Arrival& arrival) {
-  note_arrival(arrival);
-  if (arrival.error) wanted_.clear();
-  for (const Reservation::Run& run : arrival.runs) {
-    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      if (!is_mapped(range_.at(0, i)) || states_[i].uses != 0) continue;
-      set_idle(i, Idle::prefetched);
-      if (!owned_) let_go(i);
-    }
-  }
-  std::erase_if(wanted_, [this](Interval some)
-                             VT_LOCKED { return range_.count_mapped(some) == some.size(); });
 }
 
 // -- ends
@@ -509,7 +437,7 @@ Generation* Arena::publish(Interval bytes) {
 }
 
 void Arena::forget(const Generation* generation) noexcept {
-  generations_.remove(generation);
+  Client::forget(generation);
   if (generation->bytes.empty()) return;
   const Interval pages = pages_of(generation->bytes);
   count_back({&pages, 1});
@@ -519,91 +447,51 @@ void Arena::forget(const Generation* generation) noexcept {
 void Arena::leave() noexcept {
   if (range_.shared()) range_.shared()->close();
   owned_ = false;
-  wanted_.clear();
   pool_->wanting().remove(*this);
-  each_state([](std::size_t, State& state) { state.uses = 0; });
+  each_use([](std::size_t, Use& use) { use.blocks = 0; });
   for (const Generation* generation : generations_) {
     const Interval pages = pages_of(generation->bytes);
-    for (std::size_t i = pages.begin; i < pages.end; ++i) ++states_.reserved(i).uses;
+    for (std::size_t i = pages.begin; i < pages.end; ++i) ++uses_.reserved(i).blocks;
   }
-  each_state([this](std::size_t i, const State& state) VT_LOCKED {
-    if (state.uses == 0 && is_mapped(range_.at(0, i)) && state.idle != Idle::leaving) let_go(i);
+  each_use([this](std::size_t i, const Use& use) VT_LOCKED {
+    if (range_.why(i) != Why::fenced) set_why(i, use.blocks != 0 ? used() : Why::unneeded);
   });
 }
 
 // -- reports
 
-ArenaCounts Arena::counts_now() const {
-  ArenaCounts counts;
-  counts.cached = count_of(Idle::cached);
-  counts.prefetched = count_of(Idle::prefetched);
-  counts.pinned = count_of(Idle::leaving) + range_.leaving();
-  counts.active = range_.mapped() - counts.cached - counts.prefetched - counts.pinned;
-  counts.evicted = evicted_;
-  return counts;
-}
-
 ArenaCounts Arena::counts() {
   PoolLock lock(pool_);
   pool_->reap();
-  PoolCounts awake;
-  count(awake);
-  ArenaCounts counts = counts_now();
-  counts.active = awake.active;
-  counts.prefetched = awake.prefetched;
-  counts.cached = awake.cached;
-  counts.pinned = awake.pinned;
-  return counts;
-}
-
-const char* Arena::why_mapped(std::size_t index) const {
-  static constexpr const char* kIdle[] = {nullptr, "cached", "prefetched", "pinned"};
-  return kIdle[static_cast<std::size_t>(states_[index].idle)];
-}
-
-void Arena::add_to(PoolCounts& counts) const {
-  const ArenaCounts now = counts_now();
-  counts.mapped += range_.mapped();
-  counts.prefetched += now.prefetched;
-  counts.cached += now.cached;
-  counts.pinned += now.pinned;
-  if (owned_) {
-    counts.active += now.active;
-    counts.buffers += !of_several_;
-  } else {  // storages need the pages that have uses
-    counts.pinned += now.active;
-    counts.orphaned += now.active + now.pinned;
-  }
-  if (reserved_) counts.reserved_pages += range_.row_pages();
+  PoolCounts counts;
+  count(counts);
+  return {counts.active, counts.cached, counts.prefetched, counts.pinned, evicted_};
 }
 
 void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
   std::size_t listed = 0;
-  for (std::uint32_t i = oldest_; i != kNone; i = states_[i].newer) ++listed;
-  decltype(counted_) counted{};
-  for (std::size_t i = states_.next(0); i < range_.row_pages(); i = states_.next(i + 1)) {
-    const State& state = states_[i];
-    const EntryState entry = range_.at(0, i).state();
+  for (std::uint32_t i = oldest_; i != kNone; i = uses_[i].newer) {
+    if (range_.why(i) != Why::cached)
+      throw Error("I4: page ", i, " of an arena is listed as cached, and is not");
+    ++listed;
+  }
+  for (std::size_t i = uses_.next(0); i < range_.row_pages(); i = uses_.next(i + 1)) {
+    Entry entry = range_.at(0, i);
     const std::string page = "page " + std::to_string(i) + " of an arena ";
-    if (state.uses != 0 && state.idle != Idle::no)
-      throw Error("I3: ", page, "is needed by a block and may go");
-    const bool mapped = entry != EntryState::empty && entry != EntryState::leaving;
-    if (state.uses != 0 && !mapped && mapping_ == 0)
+    if (uses_[i].blocks == 0) {
+      if (range_.why(i) == used()) throw Error("I4: ", page, "is mapped, and nothing says why");
+      continue;
+    }
+    if (!is_mapped(entry) && entry.state() != EntryState::arriving && mapping_ == 0)
       throw Error("I3: ", page, "is needed by a block and is not mapped");
-    if (state.idle != Idle::no && !is_mapped(range_.at(0, i)))
-      throw Error("I4: ", page, "is counted as mapped and is not");
-    if (state.uses == 0 && state.idle == Idle::no && is_mapped(range_.at(0, i)))
-      throw Error("I4: ", page, "is mapped, and nothing says why");
-    if (entry == EntryState::arriving && !busy_)
-      throw Error("I8: ", page, "waits for a page that no thread maps");
-    ++counted[static_cast<std::size_t>(state.idle)];
+    if (is_mapped(entry) && range_.why(i) != used())
+      throw Error("I3: ", page, "is needed by a block and may go");
   }
   if (hooks.cached.linked() != (listed != 0))
     throw Error("I15: an arena has cached pages that the pool does not look for, or none");
-  counted[static_cast<std::size_t>(Idle::no)] = count_of(Idle::no);  // absent states have it too
-  if (counted != counted_ || listed != count_of(Idle::cached))
-    throw Error("I4: an arena's counts, or its list of cached pages, are not what its pages say");
-  range_.check(uses, owned_ || !generations_.empty());
+  if (listed != range_.mapped(Why::cached))
+    throw Error("I4: an arena's list of cached pages is not what its pages say");
+  Client::check(uses);
 }
 
 }  // namespace vtensor

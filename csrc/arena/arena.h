@@ -3,7 +3,6 @@
 // memory is wanted elsewhere: blocks that come and go make no driver call.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -101,27 +100,19 @@ class Arena final : public Client {
   ArenaCounts counts();
 
   // -- for its pool: see Client
-  bool placed() const override { return true; }
   void forget(const Generation* generation) noexcept override VT_LOCKED;
   void leave() noexcept override VT_LOCKED;
-  std::size_t pages_leaving() const override VT_LOCKED;
-  std::size_t drop_ahead() override VT_LOCKED;
+  std::size_t drop_ahead() override VT_LOCKED { return awaiting_ != 0 ? 0 : Client::drop_ahead(); }
   void evict() override VT_LOCKED;
-  std::size_t missing_ahead() const override VT_LOCKED;
-  bool wants() const override VT_LOCKED { return !wanted_.empty(); }
-  void enter_back(Departure& departure) override VT_LOCKED;
+  void enter_back(const Reservation::Departure& departure) override VT_LOCKED;
   void lose_contents() noexcept override VT_LOCKED;
-  void add_to(PoolCounts& counts) const override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
 
  private:
   static constexpr std::uint32_t kNone = UINT32_MAX;
 
-  // Why a page without uses is mapped; `no` if it has uses or is not mapped.
-  enum class Idle : std::uint8_t { no, cached, prefetched, leaving };
-  struct State {
-    std::uint32_t uses = 0;  // blocks that need the page
-    Idle idle = Idle::no;
+  struct Use {
+    std::uint32_t blocks = 0;                    // that need the page
     std::uint32_t older = kNone, newer = kNone;  // neighbours in the list of cached pages
     std::uint64_t mapped_at = 0;                 // clock_ at its arrival
   };
@@ -129,29 +120,22 @@ class Arena final : public Client {
   Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
         const char* noun);
 
-  const char* noun() const override { return noun_; }
-  const char* capture_advice() const override { return "map the blocks before the capture"; }
-  const char* why_mapped(std::size_t index) const override VT_LOCKED;
-  std::vector<Interval> uncovered() const override VT_LOCKED;
-  void find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
-  void give_up_ahead() override VT_LOCKED { wanted_.clear(); }
-  void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
+  void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED {
+    note_arrival(arrival);
+  }
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;
-  // Makes states and page table entries for `pages` present. Throws std::bad_alloc.
-  void have_states(std::span<const Interval> pages) VT_LOCKED;
-  // Calls visit(page, state) for the states that are present.
+  // Makes their uses and page table entries present. Throws std::bad_alloc.
+  void have_uses(std::span<const Interval> pages) VT_LOCKED;
+  // Calls visit(page, use) for the uses that are present.
   template <typename Visit>
-  void each_state(Visit visit) VT_LOCKED {
-    for (std::size_t i = states_.next(0); i < range_.row_pages(); i = states_.next(i + 1))
-      visit(i, states_.reserved(i));
+  void each_use(Visit visit) VT_LOCKED {
+    for (std::size_t i = uses_.next(0); i < range_.row_pages(); i = uses_.next(i + 1))
+      visit(i, uses_.reserved(i));
   }
-  ArenaCounts counts_now() const VT_LOCKED;
   std::vector<Reservation::Run> missing(std::span<const Interval> pages) const VT_LOCKED;
   std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,
                         std::span<const std::uint64_t> since, bool in_capture);
-  // Pages of `pages` that wait to be unmapped stay mapped, unless their unmapping is under way.
-  void keep(std::span<const Interval> pages) VT_LOCKED;
   std::vector<char> map_missing(PoolLock& lock, const Caller& caller,
                                 std::span<const Interval> pages,
                                 std::span<const std::uint64_t> since, bool in_capture) VT_LOCKED;
@@ -166,25 +150,18 @@ class Arena final : public Client {
   bool may_cache() const VT_LOCKED;
   void cache(std::size_t page) noexcept VT_LOCKED;
   void uncache(std::size_t page) noexcept VT_LOCKED;
-  void set_idle(std::size_t page, Idle idle) noexcept VT_LOCKED;
-  std::size_t& count_of(Idle idle) VT_LOCKED { return counted_[static_cast<std::size_t>(idle)]; }
-  std::size_t count_of(Idle idle) const VT_LOCKED {
-    return counted_[static_cast<std::size_t>(idle)];
-  }
-  // A page without uses begins to leave.
-  void let_go(std::size_t page) noexcept VT_LOCKED;
+  // Sets why a page is mapped, and takes it off the list of cached pages.
+  void set_why(std::size_t page, Why why) noexcept VT_LOCKED;
+  // Why pages with uses are mapped: generations alone need them once the owner has left.
+  Why used() const VT_LOCKED { return owned_ ? Why::needed : Why::viewed; }
 
-  const char* const noun_;
-  bool of_several_ = false;  // one of a heap's arenas: not counted as a tensor
   Listener* listener_ VT_GUARDED = nullptr;
-  std::uint64_t clock_ VT_GUARDED = 0;    // one more with every arrival of pages
-  std::size_t mapping_ VT_GUARDED = 0;    // calls of map() under way, which have counted pages
-  SparseArray<State> states_ VT_GUARDED;  // [page index]
+  std::uint64_t clock_ VT_GUARDED = 0;  // one more with every arrival of pages
+  std::size_t mapping_ VT_GUARDED = 0;  // calls of map() under way, which have counted pages
+  SparseArray<Use> uses_ VT_GUARDED;    // [page index]
   std::uint32_t oldest_ VT_GUARDED = kNone, newest_ VT_GUARDED = kNone;  // cached pages
-  std::array<std::size_t, 4> counted_ VT_GUARDED{};                      // pages by Idle
-  std::size_t evicted_ VT_GUARDED = 0;       // cached pages evicted so far
-  std::vector<Interval> wanted_ VT_GUARDED;  // pages that the mapper is to map
-  std::size_t awaiting_ VT_GUARDED = 0;      // callers that wait for the mapper
+  std::size_t evicted_ VT_GUARDED = 0;   // cached pages evicted so far
+  std::size_t awaiting_ VT_GUARDED = 0;  // callers that wait for the mapper
 };
 
 }  // namespace vtensor

@@ -18,9 +18,10 @@ void CachedClients::evict_all() {
   }
 }
 
-std::shared_ptr<Client> CachedClients::oldest_unplaced() const {
-  const auto found =
-      std::find_if(all_.begin(), all_.end(), [](const auto& client) { return !client->placed(); });
+std::shared_ptr<Client> CachedClients::oldest_counted() const {
+  const auto found = std::find_if(all_.begin(), all_.end(), [](const auto& client) VT_LOCKED {
+    return client->hooks.cached_alike.linked();
+  });
   return found == all_.end() ? nullptr : *found;
 }
 
@@ -36,29 +37,26 @@ std::shared_ptr<Client> CachedClients::find(const RowShape& shape) const {
   return busy;
 }
 
-void CachedClients::add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) {
-  by_shape_[client->shape()].add_first(client->hooks.cached_alike, client);
+void CachedClients::add(const std::shared_ptr<Client>& client, bool by_shape) {
+  if (by_shape) {
+    by_shape_[client->shape()].add_first(client->hooks.cached_alike, client);
+    pages_ += client->range().mapped(Why::cached);
+  }
   all_.add(client->hooks.cached, client);
-  if (unclean) add_unclean(client);
-  pages_ += pages;
 }
 
 void CachedClients::add_unclean(const std::shared_ptr<Client>& client) noexcept {
   if (!client->hooks.unclean.linked()) unclean.add(client->hooks.unclean, client);
 }
 
-void CachedClients::add_evictable(const std::shared_ptr<Client>& client) noexcept {
-  all_.add(client->hooks.cached, client);
-}
-
-void CachedClients::remove(Client& client, std::size_t pages) {
+void CachedClients::remove(Client& client) {
   const std::shared_ptr<Client> kept = all_.remove(client.hooks.cached);
+  unclean.remove(client.hooks.unclean);
   if (!client.hooks.cached_alike.linked()) return;
   const auto alike = by_shape_.find(client.shape());
   alike->second.remove(client.hooks.cached_alike);
   if (alike->second.empty()) by_shape_.erase(alike);
-  unclean.remove(client.hooks.unclean);
-  pages_ -= pages;
+  pages_ -= client.range().mapped(Why::cached);
 }
 
 }  // namespace vtensor

@@ -23,19 +23,18 @@ class CachedClients {
   // The oldest first.
   ClientList::Iterator begin() const { return all_.begin(); }
   ClientList::Iterator end() const { return all_.end(); }
-  // Cached pages that count against the pool's `cache` limit.
+  // Cached pages that count against the pool's `cache` limit: of clients that are found by shape.
   std::size_t pages() const { return pages_; }
-  // The oldest with a range of its own; null if there is none.
-  std::shared_ptr<Client> oldest_unplaced() const VT_LOCKED;
+  // The oldest of these; null if there is none.
+  std::shared_ptr<Client> oldest_counted() const VT_LOCKED;
   // The last freed client of exactly this shape that can be reused, preferably one that is not
   // busy; null if there is none.
   std::shared_ptr<Client> find(const RowShape& shape) const VT_LOCKED;
 
-  // `unclean`: its pages may have to be zeroed.
-  void add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) VT_LOCKED;
-  // Adds a client that can be evicted, and not reused: an arena.
-  void add_evictable(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
-  void remove(Client& client, std::size_t pages) VT_LOCKED;
+  // Adds a client with cached pages; `by_shape`: `find` finds it. Throws only if it does.
+  void add(const std::shared_ptr<Client>& client, bool by_shape) VT_LOCKED;
+  // Requires: it has its cached pages still.
+  void remove(Client& client) VT_LOCKED;
 
   // Adds a client, cached or owned, with pages to be zeroed. Does nothing if it is listed.
   void add_unclean(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;

@@ -1,11 +1,12 @@
 #include "policy/client.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "base/counted.h"
@@ -14,6 +15,12 @@
 #include "vmm/copy_on_write.h"
 
 namespace vtensor {
+
+namespace {
+
+constexpr std::chrono::nanoseconds kRetryRefused = std::chrono::milliseconds(250);
+
+}  // namespace
 
 void Generation::reap() noexcept {
   if (is_owner) {
@@ -24,12 +31,14 @@ void Generation::reap() noexcept {
   client->give_back_unused();
 }
 
-Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages)
+Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages,
+               const Words& words)
     : pool_(pool),
       driver_(pool->driver()),
       shape_(shape),
       range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
-      work_(driver_) {}
+      work_(driver_),
+      words_(words) {}
 
 std::uint64_t Client::join(Address base, std::unique_ptr<faults::Range> report,
                            const Caller& caller) {
@@ -73,7 +82,7 @@ Generation* Client::publish_locked(Interval indices, Interval bytes) {
 bool Client::await_turn(PoolLock& lock, const Caller& caller) {
   if (!busy_ && range_.leaving() == 0) return false;
   const Counted waits(waiting_);
-  const std::string what = text("the mapper's driver call for this ", noun());
+  const std::string what = text("the mapper's driver call for this ", words_.noun);
   pool_->await(lock, caller.operation, what.c_str(), [this, &lock]() VT_LOCKED {
     if (busy_ || range_.leaving() == 0) return !busy_;
     give_up_ahead();
@@ -106,6 +115,60 @@ bool Client::leased() const {
                      [](const Generation* generation) { return generation->is_lease; });
 }
 
+// -- why pages are mapped
+
+void Client::uncover(Interval indices) {
+  indices = intersection(indices, range_.hull_of(Why::viewed));
+  generations_.covered().gaps(indices, [this](Interval gap) VT_LOCKED {
+    range_.change_why(gap, [](const auto& index) {
+      return index.why == Why::viewed ? Why::unneeded : index.why;
+    });
+  });
+}
+
+void Client::release(Interval indices) {
+  range_.change_why(indices, [](const auto& index) {
+    const bool goes = index.why == Why::unneeded || index.why == Why::fenced;
+    return goes ? index.why : Why::viewed;
+  });
+  uncover(indices);
+}
+
+void Client::release(Why why, std::size_t begin) {
+  const Interval indices = intersection({begin, SIZE_MAX}, range_.hull_of(why));
+  range_.change_why(
+      indices, [why](const auto& index) { return index.why == why ? Why::viewed : index.why; });
+  uncover(indices);
+}
+
+void Client::forget(const Generation* generation) noexcept {
+  generations_.remove(generation);
+  uncover(generation->indices);
+}
+
+void Client::give_up_ahead() {
+  if (missing_ahead() != 0) {
+    const Interval indices = range_.hull_of(Why::prefetched);
+    range_.change_why(indices, [this](const auto& index) {
+      const bool missing = index.why == Why::prefetched && index.mapped < range_.rows();
+      return missing ? Why::viewed : index.why;
+    });
+    uncover(indices);
+  }
+  ahead_changed();
+  give_back_unused();
+}
+
+std::size_t Client::drop_ahead() {
+  if (busy_) return 0;
+  const std::size_t pages = range_.mapped(Why::prefetched) + range_.mapped(Why::reused);
+  release(Why::prefetched);
+  release(Why::reused);
+  ahead_changed();
+  if (pages != 0) give_back_unused();
+  return pages;
+}
+
 void Client::failed(std::exception_ptr error) {
   error_ = std::move(error);
   failed_.store(true, std::memory_order_relaxed);
@@ -118,7 +181,7 @@ std::exception_ptr Client::take_error() {
 
 void Client::raise_if_asleep() const {
   if (asleep.load(std::memory_order_acquire) == 0) return;  // pairs with the release of waking
-  throw Asleep("[vtensor] the ", noun(),
+  throw Asleep("[vtensor] the ", words_.noun,
                " is asleep, without memory: call wake() of its pool first");
 }
 
@@ -128,7 +191,7 @@ void Client::require_no_capture(const Caller& caller) const {
   throw Error("[", caller.operation,
               "] this needs driver calls, and the current stream is being captured into a CUDA "
               "graph: ",
-              capture_advice());
+              words_.capture_advice);
 }
 
 void Client::raise_error() {
@@ -159,16 +222,18 @@ bool Client::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
   return false;
 }
 
-void Client::add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) {
-  for (Reservation::Run run : range_.collect(indices, is_unmapped)) {
-    run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
-    pages -= run.indices.size();
-    if (run.indices.empty()) break;
-    arrival.runs.push_back(run);
+void Client::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
+  for (const Interval indices : range_.runs_of(Why::prefetched)) {
+    for (Reservation::Run run : range_.collect(indices, is_unmapped)) {
+      run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
+      pages -= run.indices.size();
+      if (run.indices.empty()) return;
+      arrival.runs.push_back(run);
+    }
   }
 }
 
-void Client::enter_ahead(Reservation::Arrival& arrival) {
+bool Client::enter_ahead(Reservation::Arrival& arrival) {
   busy_ = false;
   range_.enter(arrival);
   if (arrival.zeroing) work_.note(driver_.side_stream());
@@ -180,7 +245,13 @@ void Client::enter_ahead(Reservation::Arrival& arrival) {
   }
   arrived_ahead(arrival);
   pool_->changed();
+  if (arrival.error) {
+    give_up_ahead();
+    return false;
+  }
+  ahead_changed();
   give_back_unused();
+  return wants();
 }
 
 void Client::give_back_unused() noexcept {
@@ -189,26 +260,31 @@ void Client::give_back_unused() noexcept {
     if (!settle(nullptr)) pool_->settle_later(shared_from_this());
     return;
   }
-  unmap_.try_again();
+  refusal_ = nullptr;
   try {
     if (begin_unmapping() || ends() || !ready_after_.empty())
       pool_->settle_later(shared_from_this());
   } catch (...) {
-    unmap_.refused(std::current_exception());
+    refused(std::current_exception());
     pool_->settle_later(shared_from_this());
   }
 }
 
+void Client::refused(std::exception_ptr error) noexcept {
+  refusal_ = std::move(error);
+  retry_at_ = std::chrono::steady_clock::now() + kRetryRefused;
+}
+
 bool Client::begin_unmapping() {
   pool_->store().raise_if_broken();
-  if (!unmap_.indices().empty()) return true;
-  if (range_.leaving() != 0) unmap_.touch({0, range_.reserved()});
-  std::vector<Interval> indices = uncovered();
-  std::vector<FencePtr> after;
-  if (!indices.empty()) after = fences();
-  for (const Interval some : indices) range_.event(trace::What::retire, some);
-  unmap_.begin(std::move(indices), std::move(after));
-  return !unmap_.indices().empty();
+  if (range_.mapped(Why::fenced) != 0) return true;
+  if (range_.mapped(Why::unneeded) == 0) return false;
+  unmap_after_ = fences();
+  for (const Interval indices : range_.runs_of(Why::unneeded)) {
+    range_.event(trace::What::retire, indices);
+    range_.set_why(indices, Why::fenced);
+  }
+  return true;
 }
 
 bool Client::release_range() {
@@ -229,69 +305,109 @@ void Client::free_range() {
 
 bool Client::settle(PoolLock* lock) noexcept {
   if (busy_) return false;
-  unmap_.try_again();
-  try {
-    // The end of a broken pool's driver unmaps what its clients leave.
-    if (pool_->store().broken() && pool_->retired()) return release_range();
-    const bool quiet = is_quiet();
-    while (begin_unmapping()) {
-      Departure departure;
-      if (!claim_departure(departure, std::numeric_limits<std::size_t>::max())) return false;
-      {
-        std::optional<Unlocked> unlocked;
-        if (lock != nullptr) unlocked.emplace(*lock);
-        range_.carry_out(departure);
-      }
-      enter_back(departure);
-      if (unmap_.refusal()) return false;
+  for (;;) {
+    Reservation::Departure departure;
+    const Claim claim = try_to_claim(departure, std::numeric_limits<std::size_t>::max());
+    if (claim != Claim::claimed) return claim == Claim::done;
+    {
+      std::optional<Unlocked> unlocked;
+      if (lock != nullptr) unlocked.emplace(*lock);
+      range_.carry_out(departure);
     }
-    return release_range() && quiet;
-  } catch (...) {
-    unmap_.refused(std::current_exception());
-    return false;
+    enter_back(departure);
+    if (refusal_) return false;
   }
 }
 
-Client::Claim Client::claim_back(Departure& departure, std::size_t pages) noexcept {
+Client::Claim Client::claim_back(Reservation::Departure& departure, std::size_t pages) noexcept {
   if (busy()) return Claim::waits;
   // Of a closed pool only a caller tries again: the process may be about to end, and a device in
   // error refuses for good.
-  if (unmap_.refusal() &&
-      (pool_->retired() || std::chrono::steady_clock::now() < unmap_.retry_at()))
+  if (refusal_ && (pool_->retired() || std::chrono::steady_clock::now() < retry_at_))
     return Claim::refused;
-  unmap_.try_again();
+  return try_to_claim(departure, pages);
+}
+
+Client::Claim Client::try_to_claim(Reservation::Departure& departure, std::size_t pages) noexcept {
+  refusal_ = nullptr;
   try {
-    const bool quiet = is_quiet();
-    if (begin_unmapping()) return claim_departure(departure, pages) ? Claim::claimed : Claim::waits;
-    return release_range() && quiet ? Claim::done : Claim::waits;
+    // The end of a broken pool's driver unmaps what its clients leave.
+    const bool leaves_all = pool_->store().broken() && pool_->retired();
+    const bool quiet = leaves_all || is_quiet();
+    if (leaves_all || !begin_unmapping())
+      return release_range() && quiet ? Claim::done : Claim::waits;
+    if (!all_passed(driver_, unmap_after_)) return Claim::waits;
+    std::vector<Reservation::Run> within;
+    const std::size_t most = std::max<std::size_t>(1, pages / range_.rows());
+    for (const Interval indices : range_.runs_of(Why::fenced, most)) {
+      for (std::size_t row = 0; row < range_.rows(); ++row) within.push_back({row, indices});
+    }
+    departure = range_.departing(within);
+    busy_ = true;
+    return Claim::claimed;
   } catch (...) {
-    unmap_.refused(std::current_exception());
+    refused(std::current_exception());
     return Claim::refused;
   }
 }
 
-bool Client::claim_departure(Departure& departure, std::size_t pages) {
-  if (!unmap_.may_go(driver_)) return false;
-  std::vector<Interval> indices = unmap_.first(pages / range_.rows());
-  std::vector<Reservation::Run> within;
-  for (const Interval some : indices) {
-    for (std::size_t row = 0; row < range_.rows(); ++row) within.push_back({row, some});
-  }
-  departure = {range_.departing(within), std::move(indices)};
-  busy_ = true;
-  return true;
-}
-
-void Client::enter_back(Departure& departure) {
+void Client::enter_back(const Reservation::Departure& departure) {
   busy_ = false;
   range_.enter(departure);
-  if (departure.error) {
-    unmap_.refused(departure.error);
-  } else if (departure.done == departure.runs.size()) {
-    for (const Interval indices : departure.indices) unmap_.remove(indices);
-  }
+  if (departure.error) refused(departure.error);
   pool_->changed();
 }
+
+// -- zeroing
+
+std::vector<Reservation::Run> Client::unclean(std::size_t most) const {
+  for (const Why why : {Why::prefetched, Why::reused, Why::cached}) {
+    for (const Interval indices : range_.runs_of(why)) {
+      std::vector<Reservation::Run> runs = range_.unclean_in(indices, most);
+      if (!runs.empty()) return runs;
+    }
+  }
+  return {};
+}
+
+bool Client::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) {
+  if (busy()) return false;
+  try {
+    if (!is_quiet()) return false;  // the last owner's work may not be done
+  } catch (const Error&) {
+    return false;  // a capture forbids asking
+  }
+  runs = unclean(pages);
+  busy_ = !runs.empty();
+  return busy_;
+}
+
+FencePtr Client::clean(std::span<const Reservation::Run> runs) {
+  const Stream stream = driver_.side_stream();
+  range_.zero(runs, stream);
+  return driver_.fence(stream);
+}
+
+void Client::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
+                            std::exception_ptr error) {
+  busy_ = false;
+  work_.note(driver_.side_stream());
+  if (!error) {
+    for (const Reservation::Run& run : runs)
+      range_.each_page(run, [](Page* page) { page->dirty = false; });
+    if (zeroed) ready_after_.push_back(std::move(zeroed));
+    ahead_changed();
+  } else if (owned_) {
+    pool_->cached().unclean.remove(hooks.unclean);
+    failed(std::move(error));  // growth zeroes the pages itself
+  } else if (range_.mapped(Why::cached) != 0) {
+    evict();  // pages that cannot be zeroed are not for the next owner
+  }
+  pool_->changed();
+  give_back_unused();
+}
+
+// -- reports
 
 std::vector<PageRecord> Client::pages() {
   PoolLock lock(pool_);
@@ -301,6 +417,8 @@ std::vector<PageRecord> Client::pages() {
     return entry.page() != nullptr && entry.state() != EntryState::arriving;
   };
   for (const Reservation::Run& run : range_.collect({0, range_.row_pages()}, has_page)) {
+    static constexpr const char* kNames[kWhys] = {nullptr,  nullptr,  "pinned", "prefetched",
+                                                  "cached", "cached", "pinned", "pinned"};
     const EntryState state = range_.at(run.row, run.indices.begin).state();
     const std::vector<std::uint8_t> private_copies =
         state == EntryState::copy_on_write ? find_private_copies(range_, run)
@@ -312,7 +430,7 @@ std::vector<PageRecord> Client::pages() {
                         range_.address(run.row, index),
                         static_cast<std::int64_t>(page.handle),
                         page.references,
-                        why_mapped(index)};
+                        kNames[static_cast<std::size_t>(range_.why(index))]};
       if (state == EntryState::leaving) {
         record.state = "pinned";
       } else if (private_copies[index - run.indices.begin]) {
@@ -332,20 +450,49 @@ std::vector<PageRecord> Client::pages() {
 }
 
 void Client::count(PoolCounts& counts) const {
-  add_to(counts);
-  if (asleep.load() == 0) return;
-  range_.for_each([&](Entry entry, std::size_t, std::size_t index) VT_LOCKED {
-    if (!is_mapped(entry) || !entry.page()->asleep) return;
-    --counts.mapped;
-    const char* const text = why_mapped(index);
-    const std::string_view why = text != nullptr ? text : owned_ ? "active" : "pinned";
-    if (why == "active") --counts.active;
-    if (why == "prefetched") --counts.prefetched;
-    if (why == "cached") --counts.cached;
-    if (why != "pinned") return;
-    --counts.pinned;
-    if (!owned_) --counts.orphaned;
+  std::array<std::size_t, kWhys> mapped{};
+  const auto of = [&mapped](Why why) -> std::size_t& {
+    return mapped[static_cast<std::size_t>(why)];
+  };
+  for (std::size_t why = 0; why < kWhys; ++why) mapped[why] = range_.mapped(static_cast<Why>(why));
+  if (asleep.load() != 0) {
+    range_.for_each([&](Entry entry, std::size_t, std::size_t index) VT_LOCKED {
+      if (is_mapped(entry) && entry.page()->asleep) --of(range_.why(index));
+    });
+  }
+  const std::size_t pinned = of(Why::viewed) + of(Why::unneeded) + of(Why::fenced);
+  counts.mapped += std::accumulate(mapped.begin(), mapped.end(), std::size_t{0});
+  counts.active += of(Why::needed);
+  counts.prefetched += of(Why::prefetched);
+  counts.cached += of(Why::reused) + of(Why::cached);
+  counts.pinned += pinned;
+  if (!owned_) counts.orphaned += pinned;
+  if (placed()) return;
+  counts.buffers += owned_ && is_tensor_;
+  if (reserved_) counts.reserved_pages += range_.row_pages() * range_.rows();
+}
+
+void Client::check(std::unordered_map<const Page*, PageUse>& uses) const {
+  std::vector<bool> covered(range_.reserved(), true);
+  generations_.covered().gaps({0, covered.size()}, [&covered](Interval gap) {
+    for (std::size_t index = gap.begin; index < gap.end; ++index) covered[index] = false;
   });
+  for (std::size_t index = 0; index < covered.size(); ++index) {
+    const Why why = range_.why(index);
+    if (covered[index] && (why == Why::nothing || why == Why::unneeded || why == Why::fenced))
+      throw Error("I3: index ", index, " is covered by a generation and may go");
+    for (std::size_t row = 0; row < range_.rows(); ++row) {
+      const EntryState state = range_.at(row, index).state();
+      if (covered[index] && (state == EntryState::empty || state == EntryState::leaving)) {
+        throw Error("I3: index ", index, " of row ", row,
+                    " is covered by a generation and is not mapped");
+      }
+      if (state == EntryState::arriving && !busy_) {
+        throw Error("I8: index ", index, " of row ", row, " waits for a page that no thread maps");
+      }
+    }
+  }
+  range_.check(uses, owned_ || !generations_.empty());
 }
 
 }  // namespace vtensor

@@ -1,9 +1,11 @@
 // A holder of pages: an address range whose pages are mapped ahead of need and unmapped after the
-// work that may use them. Buffer and Arena derive from it and decide which pages these are. The
-// pool has lists of its clients; its worker maps and unmaps for them.
+// work that may use them. Its page table says of each index why its pages are mapped (`Why`);
+// Buffer and Arena derive from it and decide what is needed, ahead or cached. The pool has lists of
+// its clients; its worker maps and unmaps for them.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -18,7 +20,6 @@
 #include "policy/generation.h"
 #include "policy/page_pool.h"
 #include "policy/page_record.h"
-#include "policy/pending_unmap.h"
 #include "vmm/caller.h"
 #include "vmm/pending_work.h"
 #include "vmm/pool_lock.h"
@@ -99,7 +100,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // -- ends
 
   // A generation of the client has ended (forget); the owner has left (leave).
-  virtual void forget(const Generation* generation) noexcept VT_LOCKED = 0;
+  virtual void forget(const Generation* generation) noexcept VT_LOCKED;
   virtual void leave() noexcept VT_LOCKED = 0;
 
   // -- unmapping
@@ -110,19 +111,24 @@ class Client : public std::enable_shared_from_this<Client> {
   // has left. False if pages are left; `refusal` is then the driver's refusal, if there was one.
   // Releases the lock meanwhile, unless `lock` is null: a deleter cannot.
   bool settle(PoolLock* lock) noexcept VT_LOCKED;
-  const std::exception_ptr& refusal() const VT_LOCKED { return unmap_.refusal(); }
-  // An upper bound of the pages that wait to be unmapped; 0 if their unmapping was refused.
-  virtual std::size_t pages_leaving() const VT_LOCKED = 0;
-  // Unmaps prefetched pages; returns how many.
-  virtual std::size_t drop_ahead() VT_LOCKED = 0;
+  // Why its pages stay: a refused fence or unmapping, until it is tried again.
+  const std::exception_ptr& refusal() const VT_LOCKED { return refusal_; }
+  // Pages that wait to be unmapped; 0 if their unmapping was refused.
+  std::size_t pages_leaving() const VT_LOCKED {
+    return refusal_ ? 0 : range_.mapped(Why::unneeded) + range_.mapped(Why::fenced);
+  }
+  // Unmaps pages ahead of need; returns how many.
+  virtual std::size_t drop_ahead() VT_LOCKED;
 
   // -- reuse
 
-  // Whether it lies in the range of another client. Its cached pages are then not limited.
-  virtual bool placed() const = 0;
-  // Whether it is cached and has no other pages: pages that are leaving would be taken back by the
+  // Whether it lies in the range of another client.
+  virtual bool placed() const { return false; }
+  // Whether it has cached pages and no others: pages that are leaving would be taken back by the
   // next owner (I7).
-  virtual bool reusable() const VT_LOCKED { return false; }
+  bool reusable() const VT_LOCKED {
+    return range_.mapped() != 0 && range_.mapped() == range_.mapped(Why::cached);
+  }
   // Unmaps cached pages.
   virtual void evict() VT_LOCKED = 0;
 
@@ -134,29 +140,23 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Claims up to `pages` of the pages that it wants ahead. False if it wants or can have none.
   bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED;
-  void enter_ahead(Reservation::Arrival& arrival) VT_LOCKED;
+  // Returns whether it wants more.
+  bool enter_ahead(Reservation::Arrival& arrival) VT_LOCKED;
   // Pages wanted ahead that are not mapped.
-  virtual std::size_t missing_ahead() const VT_LOCKED = 0;
-  virtual bool wants() const VT_LOCKED = 0;
+  std::size_t missing_ahead() const VT_LOCKED { return range_.missing(Why::prefetched); }
 
-  // Pages being unmapped.
-  struct Departure : Reservation::Departure {
-    std::vector<Interval> indices;
-  };
   enum class Claim : std::uint8_t { claimed, waits, refused, done };
   // Claims about `pages` of the pages that wait to be unmapped.
-  Claim claim_back(Departure& departure, std::size_t pages) noexcept VT_LOCKED;
-  virtual void enter_back(Departure& departure) VT_LOCKED;
+  Claim claim_back(Reservation::Departure& departure, std::size_t pages) noexcept VT_LOCKED;
+  virtual void enter_back(const Reservation::Departure& departure) VT_LOCKED;
 
   // Zeroing of pages that the last owner left, once that owner's work has passed: whether there are
   // such pages; claims up to `pages` of them.
-  virtual bool to_clean() const VT_LOCKED { return false; }
-  virtual bool claim_cleaning(std::vector<Reservation::Run>&, std::size_t /*pages*/) VT_LOCKED {
-    return false;
-  }
-  virtual FencePtr clean(std::span<const Reservation::Run>) { return nullptr; }
-  virtual void enter_cleaning(std::span<const Reservation::Run>, FencePtr /*zeroed*/,
-                              std::exception_ptr) VT_LOCKED {}
+  bool to_clean() const VT_LOCKED { return !unclean(1).empty(); }
+  bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) VT_LOCKED;
+  FencePtr clean(std::span<const Reservation::Run> runs);
+  void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
+                      std::exception_ptr error) VT_LOCKED;
 
   // -- sleep (see sleep.h)
 
@@ -182,46 +182,45 @@ class Client : public std::enable_shared_from_this<Client> {
   // Adds its pages to `counts`. Pages that sleep do not count as mapped.
   void count(PoolCounts& counts) const VT_LOCKED;
   // Throws an Error that names the violated invariant.
-  virtual void check(std::unordered_map<const Page*, PageUse>& uses) const VT_LOCKED = 0;
+  virtual void check(std::unordered_map<const Page*, PageUse>& uses) const VT_LOCKED;
 
  protected:
   // 2^47 bytes are the addresses of a process on x86-64.
   static constexpr std::size_t kMostBytes = std::size_t{1} << 47;
 
-  Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
+  // For messages: "tensor" or "arena", and advice for users whose capture refuses driver calls.
+  struct Words {
+    const char *noun, *capture_advice;
+  };
+
+  Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages,
+         const Words& words);
 
   // Joins the pool with the addresses reserved for its rows. Returns its id, which owns the pages.
   // `report`: what reports of faults say of them.
   std::uint64_t join(Address base, std::unique_ptr<faults::Range> report, const Caller& caller)
       VT_LOCKED;
 
-  // Adds the entries of its page table to `counts`, asleep or not.
-  virtual void add_to(PoolCounts& counts) const VT_LOCKED = 0;
-  // "tensor" or "arena", for messages.
-  virtual const char* noun() const = 0;
-  // Advice for users whose capture refuses driver calls.
-  virtual const char* capture_advice() const = 0;
-  // Why a mapped page is mapped that its owner does not use; null if the owner uses it.
-  virtual const char* why_mapped(std::size_t index) const VT_LOCKED = 0;
-  // Mapped pages that nothing needs, among the touched ones.
-  virtual std::vector<Interval> uncovered() const VT_LOCKED = 0;
-  // Whether the owner has left and no generation is left, so that the range is to be freed.
-  virtual bool ends() const VT_LOCKED { return !owned_ && reserved_ && generations_.empty(); }
   virtual void free_range() VT_LOCKED;
   // Adds empty pages that it wants ahead, up to `pages`, and the pages to be mapped there if these
   // are shared.
-  virtual void find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED = 0;
-  // Stops wanting pages ahead.
-  virtual void give_up_ahead() VT_LOCKED = 0;
+  virtual void find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED;
+  // Whether it wants pages ahead that are not mapped.
+  virtual bool wants() const VT_LOCKED { return missing_ahead() != 0; }
   // Pages that it wanted ahead were mapped or refused.
-  virtual void arrived_ahead(const Reservation::Arrival& arrival) VT_LOCKED = 0;
+  virtual void arrived_ahead(const Reservation::Arrival&) VT_LOCKED {}
+  // Pages ahead have come, been zeroed or gone.
+  virtual void ahead_changed() VT_LOCKED {}
 
+  // Indices that the owner needs no more, or that are ahead or cached no more, all of them or those
+  // from `begin` on that are mapped for this reason: what no generation covers is unneeded.
+  void release(Interval indices) VT_LOCKED;
+  void release(Why why, std::size_t begin = 0) VT_LOCKED;
+  // Stops wanting pages ahead. What is mapped in part goes.
+  void give_up_ahead() VT_LOCKED;
   void failed(std::exception_ptr error) VT_LOCKED;
   // A generation that covers `indices` of every row, or an arena's pages of `bytes`.
   Generation* publish_locked(Interval indices, Interval bytes = {}) VT_LOCKED;
-  // For `find_missing`: adds the empty pages of `indices` of every row, as far as `pages` reaches,
-  // which counts them down.
-  void add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
   Driver& driver_;
@@ -230,10 +229,10 @@ class Client : public std::enable_shared_from_this<Client> {
   faults::Known known_;               // its range in reports of faults; null if it is placed
   bool owned_ VT_GUARDED = true;      // the owner has not left
   bool reserved_ VT_GUARDED = false;  // the range is not freed yet
+  bool is_tensor_ VT_GUARDED = true;  // counted as one while it has an owner
   bool busy_ VT_GUARDED = false;      // a thread makes driver calls for it without the lock
   // Callers that wait until the client is not busy; the mapper lets them go first.
   std::size_t waiting_ VT_GUARDED = 0;
-  PendingUnmap unmap_ VT_GUARDED;
   // Fences that the next stream to use ready or cached pages waits for.
   std::vector<FencePtr> ready_after_ VT_GUARDED;
   PendingWork work_ VT_GUARDED;
@@ -242,13 +241,27 @@ class Client : public std::enable_shared_from_this<Client> {
   std::unique_ptr<Generation> owner_end_ = std::make_unique<Generation>();
 
  private:
-  // Moves uncovered pages to unmap_, with the fences that they wait for. Whether any page waits.
+  const Words words_;
+
+  // Of `indices`, those that only generations needed and none covers now are unneeded.
+  void uncover(Interval indices) VT_LOCKED;
+  // If no page is fenced, unneeded pages become so. Whether any is.
   bool begin_unmapping() VT_LOCKED;
+  Claim try_to_claim(Reservation::Departure& departure, std::size_t pages) noexcept VT_LOCKED;
+  // Whether the owner has left and no generation is left, so that the range is to be freed.
+  bool ends() const VT_LOCKED {
+    return !owned_ && reserved_ && generations_.empty() && range_.mapped(Why::cached) == 0;
+  }
   // Frees the range of a client that ends. False if pages are left in it.
   bool release_range() VT_LOCKED;
-  // Takes about `pages` of the waiting pages. False if their fences have not passed.
-  bool claim_departure(Departure& departure, std::size_t pages) VT_LOCKED;
+  void refused(std::exception_ptr error) noexcept VT_LOCKED;
+  // Some runs of pages ahead or cached that the last owner left unzeroed, up to `most` pages.
+  std::vector<Reservation::Run> unclean(std::size_t most) const VT_LOCKED;
 
+  std::vector<FencePtr> unmap_after_ VT_GUARDED;  // the fenced pages may be unmapped then
+  std::exception_ptr refusal_ VT_GUARDED;
+  // When the mapper tries again. A caller that waits for the pages tries at once.
+  std::chrono::steady_clock::time_point retry_at_ VT_GUARDED;
   std::exception_ptr error_ VT_GUARDED;  // what the driver refused the mapper, not yet raised
   std::atomic<bool> failed_{false};      // error_ is set: read without the lock
 };

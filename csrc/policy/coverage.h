@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/interval.h"
+#include "vmm/pool_lock.h"
 
 namespace vtensor {
 
@@ -29,9 +30,9 @@ class Coverage {
 
   // Calls `visit` with each maximal part of `indices` that nothing covers, from the first on.
   template <typename Visit>
-  void gaps(Interval indices, Visit visit) const {
+  void gaps(Interval indices, Visit visit) const VT_LOCKED {
     Interval gap{indices.begin, indices.begin};
-    const auto free = [&gap, &visit](Interval more) {
+    const auto free = [&gap, &visit](Interval more) VT_LOCKED {
       if (more.begin != gap.end) {
         if (!gap.empty()) visit(gap);
         gap.begin = more.begin;
@@ -85,7 +86,7 @@ class Coverage {
   }
 
   template <typename Free>
-  void look(std::size_t node, Interval span, Interval indices, Free& free) const {
+  void look(std::size_t node, Interval span, Interval indices, Free& free) const VT_LOCKED {
     if (nodes_[node].full || indices.begin >= span.end || indices.end <= span.begin) return;
     if (node >= indices_) return free(span);
     const std::size_t middle = span.begin + span.size() / 2;

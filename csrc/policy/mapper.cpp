@@ -242,9 +242,8 @@ class Mapper::Step {
 
   void enter() VT_LOCKED {
     for (Ahead& job : ahead_) {
-      job.client->enter_ahead(job.arrival);
-      job.client->wants() ? pool_.wanting().requeue(*job.client)
-                          : pool_.wanting().served(*job.client);
+      job.client->enter_ahead(job.arrival) ? pool_.wanting().requeue(*job.client)
+                                           : pool_.wanting().served(*job.client);
     }
     for (Back& job : back_) {
       job.client->enter_back(job.departure);
@@ -263,7 +262,7 @@ class Mapper::Step {
   };
   struct Back {
     std::shared_ptr<Client> client;
-    Client::Departure departure;
+    Reservation::Departure departure;
   };
   struct Cleaning {
     std::shared_ptr<Client> client;

@@ -158,14 +158,16 @@ bool PagePool::may_cache(std::size_t pages) {
       options_.cache == kCacheByBudget ? store_.budget() / 4 : store_.in_pages(options_.cache);
   if (pages > most) return false;
   while (cached_.pages() + pages > most) {
-    cached_.oldest_unplaced()->evict();
+    cached_.oldest_counted()->evict();
   }
   return true;
 }
 
-void PagePool::cache(const std::shared_ptr<Client>& client, std::size_t pages) {
-  cached_.add(client, pages, options_.zero != ZeroPolicy::never);
-  if (options_.zero != ZeroPolicy::never) wake_mapper();
+void PagePool::cache(const std::shared_ptr<Client>& client, bool by_shape) {
+  cached_.add(client, by_shape);
+  if (options_.zero == ZeroPolicy::never) return;
+  cached_.add_unclean(client);
+  wake_mapper();
 }
 
 void PagePool::await(PoolLock& lock, const char* operation, const char* what,

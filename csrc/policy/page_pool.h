@@ -146,7 +146,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   WantingClients& wanting() VT_LOCKED { return wanting_; }
   // Whether a freed client with `pages` pages may stay mapped, after older ones have made room.
   bool may_cache(std::size_t pages) VT_LOCKED;
-  void cache(const std::shared_ptr<Client>& client, std::size_t pages) VT_LOCKED;
+  // A freed client has cached pages, which may have to be zeroed; `by_shape`: for any client alike.
+  void cache(const std::shared_ptr<Client>& client, bool by_shape) VT_LOCKED;
   CachedClients& cached() VT_LOCKED { return cached_; }
   // Counts the private copies of all clients.
   void count_private_copies() VT_LOCKED;

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <string>
+#include <chrono>
+#include <utility>
 
 #include "base/align.h"
 #include "base/errors.h"
@@ -14,6 +15,16 @@
 #include "vmm/wait.h"
 
 namespace vtensor {
+
+namespace {
+
+// Bounds of look-ahead: these bytes and pages of a row in any case, else one part in kShareAhead of
+// the tensor's extent.
+constexpr std::size_t kLeastAhead = 1 << 20;
+constexpr std::size_t kLeastPagesAhead = 4;
+constexpr std::size_t kShareAhead = 16;
+
+}  // namespace
 
 std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
                                        const Caller& caller) {
@@ -80,10 +91,11 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
 }
 
 Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages)
-    : Client(pool, shape, row_pages),
-      geometry_(shape, pool->page_size()),
-      ahead_(*pool, range_, shape_, geometry_),
-      leftover_(range_) {}
+    : Client(pool, shape, row_pages,
+             {"tensor",
+              "grow before the capture, or extend(n) and truncate(length) once so that the pages "
+              "are ready"}),
+      geometry_(shape, pool->page_size()) {}
 
 // -- lengths
 
@@ -93,26 +105,35 @@ void Buffer::set_positions(Interval positions) {
   if (!shown_.empty()) show(intersection(shown_, positions));
 }
 
-void Buffer::assign(Interval positions, Interval extent, std::size_t ready_end) {
+void Buffer::assign(Interval positions, Interval extent) {
   set_positions(positions);
-  extent_ = extent;
-  set_ready(ready_end);
+  const Interval was = std::exchange(extent_, extent);
+  for (const Interval lost : difference(was, extent)) release(lost);
+  for (const Interval gained : difference(extent, was)) range_.set_why(gained, Why::needed);
+  set_ready(ready_end_);
 }
 
 void Buffer::set_ready(std::size_t end) {
-  ahead_.set_ready(std::max(extent_.end, end));
-  unmap_.remove({extent_.begin, ahead_.ready_end()});
+  ready_end_ = std::max(extent_.end, end);
+  ready_until_ = geometry_.whole_below(ready_end_);
 }
 
-void Buffer::find_ready(std::size_t end) {
-  set_ready(range_.first_not({extent_.end, end}, [this](Entry entry) VT_LOCKED {
+std::size_t Buffer::ready_in(std::size_t end) const {
+  return range_.first_not({extent_.end, end}, [this](Entry entry) VT_LOCKED {
     return is_writable(entry) && range_.clean(*entry.page());
-  }));
+  });
+}
+
+void Buffer::ahead_changed() {
+  if (!owned_) return;
+  std::size_t end = extent_.end;
+  while (range_.why(end) == Why::prefetched || range_.why(end) == Why::reused) ++end;
+  set_ready(ready_in(end));
 }
 
 bool Buffer::is_ready(Interval positions) const {
   const Interval added = indices_of({positions_.end, positions.end});
-  if (added.end > ahead_.ready_end()) return false;
+  if (added.end > ready_end_) return false;
   if (added.end > extent_.end && !ready_after_.empty()) return false;
   return !shares() || range_.first_not(added, is_writable) >= added.end;
 }
@@ -146,54 +167,75 @@ void Buffer::grow_to(Interval positions, Interval extent, bool ready) {
     ++(ready ? pool_->counted.growths_ready : pool_->counted.growths_mapped);
     if (ready) range_.event(trace::What::revive, added);
   }
-  assign(positions, extent, ahead_.ready_end());
-  leftover_.clean_below(extent.end);
+  assign(positions, extent);
   look_ahead(n, !added.empty());
 }
 
 void Buffer::look_ahead(std::size_t added, bool crossed) {
   if (placed()) return;  // its host says how far
-  ahead_.grew(added, positions_.end, crossed);
-  const std::size_t end = ahead_.due(positions_.end, extent_);
-  if (end == 0) return;
+  pace_.step(added);
+  if (!pool_->looks_ahead()) return;
+  const std::size_t position = positions_.end;
+  if (crossed) {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    pace_.mark(position, static_cast<std::uint64_t>(now.count()));
+  }
+  if (position + pace_.least(pool_->wanting().horizon()) <= ready_until_) return;
+  const std::size_t end = lead();
+  // Where the bounds allow less than the pace asks for: ask again once half of it is used up.
+  const bool enough = position + (end - position) / 2 <= ready_until_;
+  if (enough || pool_->store().unused() == 0) return;
   want(indices_of({positions_.begin, end}).end, true);
   if (hooks.wanting.linked()) pool_->wanting().measure();
+}
+
+// Bounded by the capacity and by a share of the extent, so that a pool's look-ahead is a share of
+// what its tensors store.
+std::size_t Buffer::lead() const {
+  const std::size_t position = positions_.end;
+  const std::size_t index_bytes = range_.rows() * range_.page_size();
+  const std::size_t least = std::max(kLeastAhead / index_bytes, kLeastPagesAhead);
+  const std::size_t indices = std::min(pool_->options().prefetch / index_bytes,
+                                       std::max(least, extent_.size() / kShareAhead));
+  const std::size_t wanted = position + pace_.lead(pool_->wanting().horizon());
+  const std::size_t allowed = geometry_.whole_below(extent_.end + indices);
+  return std::max(position, std::min({wanted, shape_.capacity, allowed}));
 }
 
 void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep) {
   PoolLock lock(pool_);
   work_.note(caller);
-  // Not want_end: the mapper may be unmapping pages that were only wanted.
-  const std::size_t mapped_end = ahead_.ready_end();
-  unmap_.touch(hull(extent_, ahead()));
-  ahead_.want_nothing();
-  const Interval extent = indices_of(positions);
-  assign(positions, extent);
+  const std::size_t was_ready = ready_end_;
+  assign(positions, indices_of(positions));
   // Truncated pages that the look-ahead would want again stay ready.
-  std::size_t kept_end = extent.end;
-  if (placed()) {
-    if (!extent.empty())
-      kept_end = indices_of({0, std::clamp(keep, positions.end, shape_.capacity)}).end;
-    leftover_.cut(kept_end);
-  } else if (pool_->looks_ahead() && !extent.empty()) {
-    kept_end = indices_of({positions.begin, ahead_.lead(positions.end, extent)}).end;
+  std::size_t kept_end = extent_.end;
+  if (extent_.empty()) {
+    // Nothing stays.
+  } else if (placed()) {
+    kept_end = indices_of({0, std::clamp(keep, positions.end, shape_.capacity)}).end;
+  } else if (pool_->looks_ahead()) {
+    kept_end = indices_of({positions.begin, lead()}).end;
   }
-  find_ready(std::min(mapped_end, kept_end));
+  release(Why::prefetched);
+  release(Why::reused, kept_end);
+  set_ready(ready_in(std::min(was_ready, kept_end)));
+  range_.change_why({extent_.end, ready_end_}, [](const auto& index) {
+    return index.why == Why::reused ? Why::reused : Why::prefetched;
+  });
   give_back_unused();
 }
 
 void Buffer::leave() noexcept {
   if (range_.shared() && !placed()) {
     range_.shared()->close();
-    leftover_.keep_nothing();  // readers would see the next owner's bytes
+    may_keep_ = false;  // readers would see the next owner's bytes
   }
-  unmap_.touch({0, range_.reserved()});
   owned_ = false;
   expected_.reset();
-  leftover_.forget();
   pool_->wanting().remove(*this);
-  ahead_.want_nothing();
+  release({0, range_.reserved()});
   assign({}, {});
+  set_ready(0);
 }
 
 void Buffer::zero(const Caller& caller, Interval positions) {
@@ -206,11 +248,6 @@ std::vector<Reservation::Bytes> Buffer::bytes_of(Interval positions) const {
   for (std::size_t row = 0; !positions.empty() && row < range_.rows(); ++row)
     bytes.push_back({address_of(row, positions.begin), geometry_.bytes(positions)});
   return bytes;
-}
-
-void Buffer::give_back(const Caller& caller, Interval indices) {
-  work_.note(caller);
-  unmap_.touch(indices);
 }
 
 // -- publication
@@ -229,11 +266,6 @@ bool Buffer::published() {
   PoolLock lock(pool_);
   pool_->reap();
   return !generations_.empty();
-}
-
-void Buffer::forget(const Generation* generation) noexcept {
-  generations_.remove(generation);
-  if (!extent_.contains(generation->indices)) unmap_.touch(generation->indices);
 }
 
 std::vector<FencePtr> Buffer::work() {
@@ -349,13 +381,6 @@ void Buffer::show(Interval positions) noexcept {
 
 // -- look-ahead
 
-Interval Buffer::ahead() const {
-  if (!owned_) return {};
-  const Interval unclean = leftover_.unclean();
-  return {extent_.end,
-          std::max({ahead_.ready_end(), ahead_.want_end(), unclean.empty() ? 0 : unclean.end})};
-}
-
 void Buffer::prepare(std::size_t end) {
   PoolLock lock(pool_);
   trace::event(trace::What::prepare, range_.address(0, extent_.end),
@@ -375,116 +400,46 @@ void Buffer::announce(std::size_t end) {
 }
 
 void Buffer::want(std::size_t index_end, bool soon) {
-  if (index_end <= ahead_.ready_end()) return;
+  if (index_end <= ready_end_ || range_.leaving() != 0) return;
   try {
     range_.reserve({0, index_end});
     pool_->want(shared_from_this());
-    ahead_.want(index_end);
+    range_.change_why({std::max(owned_until(), ready_end_), index_end}, [](const auto& index) {
+      return index.why == Why::reused ? Why::reused : Why::prefetched;
+    });
     if (soon) pool_->wake_mapper();
   } catch (const std::bad_alloc&) {
     // Growth that needs the pages raises it.
   }
 }
 
-std::size_t Buffer::missing_ahead() const {
-  const Interval wanted{std::max(owned_until(), ahead_.ready_end()), ahead_.want_end()};
-  return wanted.empty() ? 0 : wanted.size() * range_.rows() - range_.count_mapped(wanted);
-}
-
 void Buffer::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
-  if (expected_ != nullptr) {
-    arrival = find_expected();
-    return;
-  }
-  const Interval wanted{ahead_.ready_end(), ahead_.want_end()};
-  unmap_.remove(wanted);
-  add_missing(arrival, wanted, pages);
+  if (expected_ == nullptr) return Client::find_missing(arrival, pages);
+  arrival = find_expected();
 }
 
 void Buffer::arrived_ahead(const Reservation::Arrival& arrival) {
-  for (const Reservation::Run& run : arrival.runs)
-    unmap_.touch(run.indices);  // they may no longer be wanted
-  unmap_.touch(ahead());        // nor those that came before
-  if (arrival.error) ahead_.want_nothing();
-  if (!owned_) return;
-  if (expected_ == nullptr) {
-    find_ready(std::max(ahead_.ready_end(), ahead_.want_end()));
-    if (ahead_.ready_end() >= ahead_.want_end()) ahead_.want_nothing();
-  } else if (arrival.given && !arrival.error) {
-    enter_expected();
-  }
-}
-
-void Buffer::give_up_ahead() {
-  unmap_.touch(ahead());  // indices that are mapped in some rows only
-  const std::size_t end = std::max(ahead_.ready_end(), ahead_.want_end());
-  ahead_.want_nothing();
-  // Pages past unclean ones become ready with them.
-  leftover_.follow(end);
-  if (owned_) find_ready(end);
-  give_back_unused();
-}
-
-std::size_t Buffer::drop_ahead() {
-  if (busy_ || !owned_ || ahead().empty()) return 0;
-  const std::size_t pages = range_.count_mapped(ahead());
-  unmap_.touch(ahead());
-  ahead_.want_nothing();
-  leftover_.cut(0);
-  set_ready(0);
-  if (pages != 0) give_back_unused();
-  return pages;
+  if (expected_ != nullptr && arrival.given && !arrival.error) enter_expected();
 }
 
 // -- giving back
 
-std::vector<Interval> Buffer::uncovered() const {
-  std::vector<Interval> rest;
-  if (unmap_.touched().empty()) return rest;
-  // Between the ready pages and those that the last owner left nothing is kept: pages of an
-  // operation that failed may lie there.
-  const std::size_t ahead_end = std::max(ahead_.ready_end(), ahead_.want_end());
-  const Interval own = owned_ ? Interval{extent_.begin, ahead_end} : Interval{};
-  Interval left = owned_ ? leftover_.unclean() : cached();
-  if (left.empty()) left = {};  // its end may lie before its beginning
-  generations_.covered().gaps(unmap_.touched(), [&](Interval gap) {
-    for (const Interval part : difference(gap, own)) {
-      for (const Interval free : difference(part, left)) rest.push_back(free);
-    }
-  });
-  std::erase_if(rest, [this](Interval part)
-                          VT_LOCKED { return part.empty() || range_.count_mapped(part) == 0; });
-  return rest;
-}
-
-std::vector<Interval> Buffer::leaving() const {
-  if (unmap_.refusal()) return {};
-  std::vector<Interval> leaving = unmap_.indices();
-  for (const Interval indices : uncovered()) leaving.push_back(indices);
-  return leaving;
-}
-
-std::size_t Buffer::pages_leaving() const {
-  std::size_t pages = 0;
-  for (const Interval indices : leaving()) pages += range_.count_mapped(indices);
-  return pages;
-}
-
 std::size_t Buffer::pages_coming(Interval within) const {
+  if (refusal()) return 0;
   std::size_t pages = 0;
-  for (const Interval indices : leaving())
-    pages += range_.count_sole(intersection(indices, within));
+  for (const Why why : {Why::unneeded, Why::fenced}) {
+    for (const Interval indices : range_.runs_of(why))
+      pages += range_.count_sole(intersection(indices, within));
+  }
   return pages;
 }
 
 void Buffer::give_back_unused() noexcept {
   if (busy_) return;  // end_hold calls it again
   const bool ends = !owned_ && generations_.empty() && asleep.load() == 0;
-  if (ends && leftover_.may_keep()) try_to_cache();
+  if (ends && std::exchange(may_keep_, false)) try_to_cache();
   Client::give_back_unused();
 }
-
-bool Buffer::ends() const { return Client::ends() && cached().empty(); }
 
 void Buffer::free_range() {
   row_faults_ = nullptr;
@@ -495,39 +450,44 @@ void Buffer::free_range() {
 
 // -- reuse
 
-// Caches the pages that the next owner can use: those from page 0 on, where another tensor begins;
-// in a placed buffer any run.
+// Caches the first run of pages that the next owner can use: writable, and not shared. It begins at
+// page 0, where another tensor begins, but in a placed buffer, whose next owner has its positions.
 void Buffer::try_to_cache() {
   if (shape_.phase != 0 || !reserved_) return;
-  const Interval usable = leftover_.usable(placed());
-  if (usable.empty() || (!placed() && !pool_->may_cache(pages_to_count(usable)))) return;
+  const auto usable = [](Entry entry) {
+    return is_writable(entry) && entry.page()->references == 1;
+  };
+  const std::size_t end = range_.reserved();
+  Interval pages{0, range_.first_not({0, end}, usable)};
+  while (placed() && pages.empty() && pages.end < end) {
+    pages.begin = pages.end + 1;
+    pages.end = range_.first_not({pages.begin, end}, usable);
+  }
+  if (pages.empty() || (!placed() && !pool_->may_cache(pages.size() * range_.rows()))) return;
+  range_.set_why(pages, Why::cached);
   try {
     ready_after_ = fences();
-    pool_->cache(shared_from_this(), pages_to_count(usable));
+    pool_->cache(shared_from_this(), !placed());
   } catch (...) {
-    return;  // the pages are unmapped then
+    return release(Why::cached);
   }
-  leftover_.keep(usable, pool_->options().zero != ZeroPolicy::never, pool_->next_id());
-  unmap_.remove(usable);
-  range_.event(trace::What::cache, usable);
+  range_.set_owner(pool_->next_id());
+  const bool dirty = pool_->zero_policy() != ZeroPolicy::never;
+  for (std::size_t row = 0; row < range_.rows(); ++row)
+    range_.each_page({row, pages}, [dirty](Page* page) { page->dirty = dirty; });
+  range_.event(trace::What::cache, pages);
 }
 
 void Buffer::evict() {
-  const Interval cached = leftover_.drop();
-  unmap_.touch(cached);
-  pool_->cached().remove(*this, pages_to_count(cached));
+  pool_->cached().remove(*this);
+  release(Why::cached);
   if (busy_ || !pool_->looks_ahead()) return give_back_unused();
-  unmap_.try_again();
   pool_->settle_later(shared_from_this());  // its fences cost driver calls
 }
 
 void Buffer::keep_nothing() {
-  leftover_.keep_nothing();
+  may_keep_ = false;
   if (!cached().empty()) evict();
-}
-
-bool Buffer::reusable() const {
-  return !cached().empty() && range_.mapped() == cached().size() * range_.rows();
 }
 
 bool Buffer::reuse_cached(const Caller& caller) {
@@ -535,65 +495,22 @@ bool Buffer::reuse_cached(const Caller& caller) {
   if (cached().empty()) return false;
   const Busy busy(*this, lock, caller);  // the mapper may be zeroing a part of it
   if (!reusable()) return false;
-  reuse(caller);
-  ++pool_->counted.tensors_reused;
-  return true;
-}
-
-void Buffer::reuse(const Caller& caller) {
   is_quiet();
-  unmap_.look_at_nothing();
-  unmap_.clear();
   owner_end_ = std::make_unique<Generation>();
-  owned_ = true;
-  ahead_.forget_pace();
+  owned_ = may_keep_ = true;
+  pace_ = {};
   take_error();
   // ready_after_ has the last owner's fences.
   work_.clear();
   work_.note(caller);
   range_.event(trace::What::reuse, cached());
-  pool_->cached().remove(*this, pages_to_count(cached()));
-  assign({}, {}, leftover_.take(placed()));
+  pool_->cached().remove(*this);
+  // In a slot they count as cached until the extent reaches them.
+  range_.set_why(cached(), placed() ? Why::reused : Why::prefetched);
+  ahead_changed();
   if (!ready_after_.empty()) pool_->settle_later(shared_from_this());
-}
-
-bool Buffer::to_clean() const { return !range_.unclean_in(leftover_.unclean(), 1).empty(); }
-
-bool Buffer::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) {
-  if (busy()) return false;
-  try {
-    if (!is_quiet()) return false;  // the last owner's work may not be done
-  } catch (const Error&) {
-    return false;  // a capture forbids asking
-  }
-  runs = range_.unclean_in(leftover_.unclean(), pages);
-  busy_ = !runs.empty();
-  return busy_;
-}
-
-FencePtr Buffer::clean(std::span<const Reservation::Run> runs) {
-  const Stream stream = driver_.side_stream();
-  range_.zero(runs, stream);
-  return driver_.fence(stream);
-}
-
-void Buffer::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
-                            std::exception_ptr error) {
-  busy_ = false;
-  work_.note(driver_.side_stream());
-  if (!error) {
-    leftover_.cleaned(runs);
-    if (zeroed) ready_after_.push_back(std::move(zeroed));
-    if (owned_) find_ready(ahead().end);
-    leftover_.clean_below(ahead_.ready_end());
-  } else if (owned_) {
-    pool_->cached().unclean.remove(hooks.unclean);
-    failed(std::move(error));  // growth zeroes the pages itself
-  } else if (!cached().empty()) {
-    evict();  // pages that cannot be zeroed are not for the next owner
-  }
-  pool_->changed();
-  give_back_unused();
+  ++pool_->counted.tensors_reused;
+  return true;
 }
 
 // -- reports
@@ -606,56 +523,19 @@ std::size_t Buffer::mapped_pages() {
   return counts.mapped;
 }
 
-const char* Buffer::why_mapped(std::size_t index) const {
-  if (extent_.contains(index)) return nullptr;
-  if (cached().contains(index) || intersection(ahead(), leftover_.reused()).contains(index))
-    return "cached";
-  return ahead().contains(index) ? "prefetched" : "pinned";
-}
-
-void Buffer::add_to(PoolCounts& counts) const {
-  const std::size_t needed = extent_.size() * range_.rows();
-  // Pages taken over from a slot's last owner count as cached until the extent reaches them.
-  const std::size_t reused = range_.count_mapped(intersection(ahead(), leftover_.reused()));
-  const std::size_t prefetched = range_.count_mapped(ahead()) - reused;
-  const std::size_t cached = range_.count_mapped(this->cached()) + reused;
-  const std::size_t pinned = range_.mapped() - needed - prefetched - cached;
-  counts.mapped += range_.mapped();
-  counts.active += needed;
-  counts.prefetched += prefetched;
-  counts.cached += cached;
-  counts.pinned += pinned;
-  if (!owned_) counts.orphaned += pinned;
-  if (placed()) return;
-  if (owned_) ++counts.buffers;
-  if (reserved_) counts.reserved_pages += range_.row_pages() * range_.rows();
-}
-
 void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
-  std::vector<Interval> covered{owned_ ? Interval{extent_.begin, ahead_.ready_end()} : cached()};
-  for (const Generation* generation : generations_) covered.push_back(generation->indices);
-  for (const Interval leaving : unmap_.indices()) {
-    for (const Interval used : covered) {
-      if (intersection(leaving, used).empty()) continue;
-      throw Error("I3: indices ", leaving.begin, " to ", leaving.end,
-                  " are in use and wait to be unmapped");
+  for (std::size_t index = extent_.begin; index < ready_end_; ++index) {
+    const Why why = range_.why(index);
+    const bool right =
+        index < extent_.end ? why == Why::needed : why == Why::prefetched || why == Why::reused;
+    if (!right || range_.count_mapped({index, index + 1}) != range_.rows()) {
+      throw Error("I3: index ", index,
+                  " is in an extent, or ready, and is not mapped in every row, or may go");
     }
   }
-  for (std::size_t row = 0; row < range_.rows(); ++row) {
-    for (std::size_t index = 0; index < range_.reserved(); ++index) {
-      const EntryState state = range_.at(row, index).state();
-      const auto covers = [index](Interval indices) { return indices.contains(index); };
-      const bool mapped = state != EntryState::empty && state != EntryState::leaving;
-      if (!mapped && std::any_of(covered.begin(), covered.end(), covers)) {
-        throw Error("I3: index ", index, " of row ", row,
-                    " is covered by an extent or a generation and is not mapped");
-      }
-      if (state == EntryState::arriving && !busy_) {
-        throw Error("I8: index ", index, " of row ", row, " waits for a page that no thread maps");
-      }
-    }
-  }
-  range_.check(uses, owned_ || !generations_.empty());
+  if (range_.mapped(Why::needed) != extent_.size() * range_.rows() && !busy_)
+    throw Error("I4: pages count as active that no extent has");
+  Client::check(uses);
 }
 
 }  // namespace vtensor

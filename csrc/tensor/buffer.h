@@ -3,9 +3,7 @@
 // extent. Every other page is unmapped once the work that may use it has passed.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
-#include <exception>
 #include <memory>
 #include <span>
 #include <unordered_map>
@@ -15,8 +13,7 @@
 #include "base/fault_report.h"
 #include "base/interval.h"
 #include "policy/client.h"
-#include "tensor/ahead.h"
-#include "tensor/leftover.h"
+#include "policy/look_ahead.h"
 #include "tensor/page_set.h"
 #include "tensor/row_geometry.h"
 #include "vmm/caller.h"
@@ -77,7 +74,7 @@ class Buffer final : public Client {
   // `prepare` that keeps free pages for these positions: look-ahead gets what is left.
   void announce(std::size_t end) VT_LOCKED;
   // Positions below it lie in the extent or in ready pages.
-  std::size_t ready_until() const VT_LOCKED { return ahead_.ready_until(); }
+  std::size_t ready_until() const VT_LOCKED { return ready_until_; }
   // Makes fewer `positions` the owner's. Pages that no generation covers are unmapped once all
   // streams that used them have passed this point. In a placed buffer, ready pages below position
   // `keep` stay.
@@ -124,10 +121,11 @@ class Buffer final : public Client {
 
   // -- reuse
 
-  // A cached buffer gets a new owner. False if it is not cached, or if pages of it are still
-  // leaving. Waits for the mapper's step.
+  // A cached buffer gets a new owner, whose growth waits for the work of the last one. False if it
+  // is not cached, or if pages of it are still leaving. Waits for the mapper's step. Throws if the
+  // driver refuses; it stays cached then.
   bool reuse_cached(const Caller& caller);
-  Interval cached() const VT_LOCKED { return leftover_.cached(); }
+  Interval cached() const VT_LOCKED { return range_.hull_of(Why::cached); }
   // Evicts cached pages, and caches none later.
   void keep_nothing() VT_LOCKED;
   // Placed buffers only: fully unmapped, another buffer can be placed there.
@@ -136,14 +134,10 @@ class Buffer final : public Client {
   // -- for growing and sharing
 
   bool owned() const VT_LOCKED { return owned_; }
-  // Sets the owner's positions and extent; pages below `ready_end` are ready. Requires: all of them
-  // are mapped.
-  void assign(Interval positions, Interval extent, std::size_t ready_end = 0) VT_LOCKED;
+  // Sets the owner's positions and extent. Requires: its pages are mapped.
+  void assign(Interval positions, Interval extent) VT_LOCKED;
   // `assign` for a growth: counts it and looks ahead. `ready`: the pages that it adds were ready.
   void grow_to(Interval positions, Interval extent, bool ready) VT_LOCKED;
-  // These are not the owner's: what is mapped there and nothing else needs goes, once the caller's
-  // work has passed.
-  void give_back(const Caller& caller, Interval indices) VT_LOCKED;
   // Waits for the work of all streams that use the pages. Throws as `require_no_capture` does, and
   // TimedOut.
   void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;
@@ -163,23 +157,11 @@ class Buffer final : public Client {
   // -- for its pool: see Client
 
   bool placed() const override { return host_ != nullptr; }
-  void forget(const Generation* generation) noexcept override VT_LOCKED;
   void leave() noexcept override VT_LOCKED;
   void give_back_unused() noexcept override VT_LOCKED;
-  std::size_t pages_leaving() const override VT_LOCKED;
   // Pages leaving at `indices` that have no other reference, so they are free once unmapped.
   std::size_t pages_coming(Interval indices) const VT_LOCKED;
-  std::size_t drop_ahead() override VT_LOCKED;
-  bool reusable() const override VT_LOCKED;
   void evict() override VT_LOCKED;
-  std::size_t missing_ahead() const override VT_LOCKED;
-  bool wants() const override VT_LOCKED { return ahead_.want_end() != 0; }
-  bool to_clean() const override VT_LOCKED;
-  bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) override VT_LOCKED;
-  FencePtr clean(std::span<const Reservation::Run> runs) override;
-  void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
-                      std::exception_ptr error) override VT_LOCKED;
-  void add_to(PoolCounts& counts) const override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
 
   std::size_t mapped_pages();
@@ -189,42 +171,25 @@ class Buffer final : public Client {
  private:
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
-  // Page indices that wait to be unmapped or begin to.
-  std::vector<Interval> leaving() const VT_LOCKED;
-
-  const char* noun() const override { return "tensor"; }
-  const char* capture_advice() const override {
-    return "grow before the capture, or extend(n) and truncate(length) once so that the pages are "
-           "ready";
-  }
-  const char* why_mapped(std::size_t index) const override VT_LOCKED;
-  std::vector<Interval> uncovered() const override VT_LOCKED;
-  bool ends() const override VT_LOCKED;
   void free_range() override VT_LOCKED;
   void find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
-  void give_up_ahead() override VT_LOCKED;
+  bool wants() const override VT_LOCKED { return expected_ != nullptr || Client::wants(); }
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
+  void ahead_changed() override VT_LOCKED;
 
-  // The page indices past the extent that are ready, wanted, or being zeroed.
-  Interval ahead() const VT_LOCKED;
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   void set_positions(Interval positions) VT_LOCKED;
   void show(Interval positions) noexcept;
   void set_ready(std::size_t end) VT_LOCKED;
-  // Sets ready_end to the first page index up to `end` that is not ready.
-  void find_ready(std::size_t end) VT_LOCKED;
+  // The first page index from the extent's end up to `end` that is not ready.
+  std::size_t ready_in(std::size_t end) const VT_LOCKED;
   // After a growth that `added` positions, and `crossed` into new pages: asks the mapper for more
   // if growth at this pace would soon pass the ready pages.
   void look_ahead(std::size_t added, bool crossed) VT_LOCKED;
+  // The position to look ahead to.
+  std::size_t lead() const VT_LOCKED;
   void want(std::size_t index_end, bool soon) VT_LOCKED;
   void try_to_cache() VT_LOCKED;
-  // A cached buffer gets a new owner, whose growth waits for the work of the last one. Requires:
-  // reusable. Throws if the driver refuses; it stays cached then.
-  void reuse(const Caller& caller) VT_LOCKED;
-  // Cached pages that count against the pool's `cache` limit: none of a placed buffer.
-  std::size_t pages_to_count(Interval cached) const {
-    return placed() ? 0 : cached.size() * range_.rows();
-  }
 
   static constexpr std::size_t kCacheLine = 64;
 
@@ -236,8 +201,11 @@ class Buffer final : public Client {
   Interval shown_;                   // positions that readers in other processes see
   Interval positions_;               // changed with the lock; the owner reads it without it too
   Interval extent_ VT_GUARDED;       // page indices of positions_, and of an accepted longer prefix
-  Ahead ahead_ VT_GUARDED;           // pages past the extent
-  Leftover leftover_ VT_GUARDED;     // pages that the last owner left
+  // Page indices below it are in the extent, or mapped, clean and writable in every row; positions
+  // below ready_until_ lie in pages below it.
+  std::size_t ready_end_ VT_GUARDED = 0, ready_until_ VT_GUARDED = 0;
+  LookAhead pace_ VT_GUARDED;
+  bool may_keep_ VT_GUARDED = true;  // pages may be cached once the owner has left
   std::unique_ptr<const ExpectedPages> expected_ VT_GUARDED;  // null once they are mapped
 };
 

@@ -71,8 +71,8 @@ class Growing {
     buffer_.unshare(lock, caller_, copy_on_write_, growth_.stale);
   }
 
-  // What came goes again.
-  void give_back() VT_LOCKED { buffer_.give_back(caller_, added_); }
+  // What came is unneeded, and goes after the caller's work.
+  void give_back() VT_LOCKED { buffer_.note(caller_); }
 
   // Cannot fail.
   void commit() VT_LOCKED { buffer_.grow_to(growth_.positions, wanted_, missing_ == 0); }

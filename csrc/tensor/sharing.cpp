@@ -75,6 +75,7 @@ std::shared_ptr<Buffer> Sharing::share(const RowShape& shape, std::span<const st
     const std::unique_ptr<Buffer::Busy> busy = quieten(lock);
     const Interval extent = buffer_.extent();
     child->range().reserve({0, extent.size()});
+    child->range().set_why({0, extent.size()}, Why::needed);
     const auto map = [&](auto wanted, EntryState state) VT_LOCKED {
       Reservation::Arrival arrival;
       arrival.given = true;

@@ -1,7 +1,9 @@
-// The pages and states of an address range, by row and page index, and counts of them.
+// The pages of an address range, by row and page index, why those of an index are mapped, and
+// counts of them.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -64,6 +66,19 @@ inline constexpr auto is_copy_on_write = [](Entry entry) {
 inline constexpr auto is_awake = [](Entry entry) { return !entry.page()->asleep; };
 inline constexpr auto is_leaving = [](Entry entry) { return entry.state() == EntryState::leaving; };
 
+// Why the pages at an index are mapped, the same in every row.
+enum class Why : std::uint8_t {
+  nothing,     // none is, and none is wanted
+  needed,      // by the owner: none may be mapped yet
+  viewed,      // needed by generations alone
+  prefetched,  // mapped ahead of need, or to be mapped: some may be missing
+  reused,      // the last owner's, taken over by an owner that has not come to them yet
+  cached,      // the last owner's, kept for the next one
+  unneeded,    // to be unmapped after the work that may use them
+  fenced,      // to be unmapped once the fences after that work have passed
+};
+inline constexpr std::size_t kWhys = 8;
+
 // What page tables say of a page, for PagePool::check_invariants.
 struct PageUse {
   std::uint32_t entries = 0;
@@ -91,6 +106,42 @@ class PageTable {
   Entry at(std::size_t row, std::size_t index) const VT_LOCKED {
     return entries_[place(row, index)];
   }
+
+  // -- why pages are mapped
+
+  struct Index {
+    std::uint32_t mapped = 0;  // entries, also those that are leaving
+    Why why = Why::nothing;
+  };
+  Why why(std::size_t index) const VT_LOCKED { return indices_[index].why; }
+  // Sets it for those of `indices` that are reserved. Where nothing is mapped, only `needed` and
+  // `prefetched` can be the case.
+  void set_why(Interval indices, Why why) noexcept VT_LOCKED {
+    change_why(indices, [why](const Index&) { return why; });
+  }
+  // The same, to change(index).
+  template <typename Change>
+  void change_why(Interval indices, Change change) noexcept VT_LOCKED {
+    Moved some;
+    each_index(indices, [&](std::size_t i, Index& index) VT_LOCKED {
+      Why to = change(std::as_const(index));
+      if (index.mapped == 0 && to != Why::needed && to != Why::prefetched) to = Why::nothing;
+      if (index.why != some.from || to != some.to || i != some.indices.end) {
+        count_moved(some);
+        some = {index.why, to, {i, i}};
+      }
+      ++some.indices.end;
+      some.mapped += index.mapped;
+      index.why = to;
+    });
+    count_moved(some);
+  }
+  // Entries that are mapped for this reason, and entries that are not mapped where this is it.
+  std::size_t mapped(Why why) const VT_LOCKED { return of(why).mapped; }
+  std::size_t missing(Why why) const VT_LOCKED { return of(why).indices * rows_ - of(why).mapped; }
+  // An interval with all indices of which this is the case, and runs of the first `most` of them.
+  Interval hull_of(Why why) const VT_LOCKED { return of(why).hull; }
+  std::vector<Interval> runs_of(Why why, std::size_t most = SIZE_MAX) const VT_LOCKED;
 
   // Mapped pages, also those that are leaving.
   std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }
@@ -191,14 +242,14 @@ class PageTable {
   // Arriving entries are mapped in `state`.
   void arrived(const Run& run, EntryState state) VT_LOCKED {
     change(run, [state](Entry& entry) { entry = {entry.page(), state}; });
-    add(mapped_, run.indices.size());
+    add_mapped(run.indices, 1);
     if (state == EntryState::copy_on_write) copy_on_write_ += run.indices.size();
   }
   // Mapped or leaving entries of one state become empty; calls visit(page) for each.
   template <typename Visit>
   void departed(const Run& run, Visit visit) noexcept VT_LOCKED {
     const Entry first = at(run.row, run.indices.begin);
-    add(mapped_, -run.indices.size());
+    add_mapped(run.indices, kLess);
     if (is_copy_on_write(first)) copy_on_write_ -= run.indices.size();
     if (is_leaving(first)) leaving_ -= run.indices.size();
     change(run, [&visit](Entry& entry) VT_LOCKED { visit(std::exchange(entry, {}).page()); });
@@ -206,7 +257,8 @@ class PageTable {
   void set(std::size_t row, std::size_t index, Entry entry) noexcept VT_LOCKED {
     Entry& here = entries_.reserved(place(row, index));
     if (counts_as_mapped(here) != counts_as_mapped(entry))
-      add(mapped_, counts_as_mapped(entry) ? 1 : kLess);
+      add_mapped({index, index + 1}, counts_as_mapped(entry) ? 1 : kLess);
+    if (is_leaving(entry)) set_why({index, index + 1}, Why::unneeded);
     if (is_copy_on_write(here) != is_copy_on_write(entry))
       copy_on_write_ += is_copy_on_write(entry) ? 1 : kLess;
     if (is_leaving(here) != is_leaving(entry)) leaving_ += is_leaving(entry) ? 1 : kLess;
@@ -251,17 +303,39 @@ class PageTable {
         visit(some[i]);
     }
   }
-  template <typename Counted>
-  std::size_t count(Interval indices, Counted counted) const VT_LOCKED;
-  // Counts are atomic to be read without the lock; they change under it, so no atomic add is
-  // needed.
-  static void add(std::atomic<std::size_t>& count, std::size_t pages) {
-    count.store(count.load(std::memory_order_relaxed) + pages, std::memory_order_relaxed);
+  // Counts by reason.
+  struct Count {
+    std::size_t indices = 0;
+    std::size_t mapped = 0;  // entries
+    Interval hull;           // of the indices
+  };
+  Count& of(Why why) VT_LOCKED { return counts_[static_cast<std::size_t>(why)]; }
+  const Count& of(Why why) const VT_LOCKED { return counts_[static_cast<std::size_t>(why)]; }
+  // Calls visit(i, index) for those of `indices` that are present.
+  template <typename Visit>
+  void each_index(Interval indices, Visit visit) VT_LOCKED {
+    for (std::size_t i = indices_.next(indices.begin); i < indices.end; i = indices_.next(i)) {
+      for (Index& index : indices_.together(i)) {
+        if (i == indices.end) return;
+        visit(i++, index);
+      }
+    }
   }
+  // Neighbours that go from one reason to another.
+  struct Moved {
+    Why from = Why::nothing, to = Why::nothing;
+    Interval indices;
+    std::size_t mapped = 0;
+  };
+  void count_moved(const Moved& moved) noexcept VT_LOCKED;
+  // Entries at `indices` were mapped (by 1) or unmapped (by kLess).
+  void add_mapped(Interval indices, std::size_t by) noexcept VT_LOCKED;
 
   const std::size_t rows_;
   std::size_t reserved_ VT_GUARDED = 0;
   SparseArray<Entry> entries_ VT_GUARDED;
+  SparseArray<Index> indices_ VT_GUARDED;
+  std::array<Count, kWhys> counts_ VT_GUARDED;
   // Entries in these states.
   std::size_t copy_on_write_ VT_GUARDED = 0, leaving_ VT_GUARDED = 0;
   std::atomic<std::size_t> mapped_ = 0;  // read without the lock too
