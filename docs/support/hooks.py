@@ -15,6 +15,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
     "csrc/DESIGN.md": "design.md",
+    "SECURITY.md": "security.md",
 }
 _LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)")
 

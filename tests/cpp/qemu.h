@@ -4,6 +4,8 @@
 #include <doctest/doctest.h>
 #include <sys/mman.h>
 
+#include <string>
+
 namespace vtensor {
 
 // Whether QEMU runs this test; says then that it is skipped because of `limit`. The kernel refuses
@@ -11,7 +13,7 @@ namespace vtensor {
 inline bool under_qemu(const char* limit) {
   constexpr int kNoAdvice = 9999;
   if (madvise(nullptr, 0, kNoAdvice) != 0) return false;
-  MESSAGE("skipped under QEMU, which " << limit);
+  MESSAGE("skipped under QEMU, which " << std::string(limit));
   return true;
 }
 
