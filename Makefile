@@ -1,5 +1,5 @@
 # Thin names for what scripts/ does. `make demo` and `make test` set everything up by themselves.
-.PHONY: help demo test check vllm bench docs gpu stubs format clean
+.PHONY: help demo test check coverage vllm bench docs gpu stubs format clean
 .DEFAULT_GOAL := help
 
 help:  ## print this list
@@ -19,6 +19,11 @@ check:  ## lint, types, layers, stub, format, slow Python tests, C++ tests under
 	@scripts/venv.sh dev
 	@scripts/build.sh
 	@scripts/check.sh
+
+coverage:  ## count the lines of csrc/ that the C++ tests and the quick Python tests execute (needs doctest)
+	@scripts/venv.sh dev
+	@scripts/build.sh
+	@scripts/coverage.sh
 
 vllm:  ## install vLLM for CPUs under build/vllm, then test the plug-in in it
 	@scripts/vllm.sh tests

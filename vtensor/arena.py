@@ -185,6 +185,7 @@ class Arena(StaysHere):
 
         Raises:
             InvalidArgument: bytes that are not in the arena.
+            DriverError: pages of an operation that was refused cannot be unmapped.
             Closed: the arena is closed.
         """
         return ArenaCore.trim(self._core, intervals) * self._pool.page_size

@@ -240,22 +240,15 @@ std::size_t CudaDriver::granularity(CUmemAllocationGranularity_flags kind) {
   return bytes;
 }
 
-Handle CudaDriver::create(std::size_t n) {
+Handle CudaDriver::create(std::size_t) {
   refuse_in_forked_child("driver.create");
-  if (n != 1) {
-    throw InvalidArgument(
-        "[driver.create] ", n,
-        " adjacent handles were asked for, CUDA has none: create them one by one");
-  }
   const RelaxedCapture relaxed(cuda_, "create");
   CUmemGenericAllocationHandle handle = 0;
   const CUresult code = cuda_.call_at(cuda_.cuMemCreate, 0, traits_.page_size, &handle,
                                       traits_.page_size, &properties_, 0);
   if (code == CUDA_ERROR_OUT_OF_MEMORY) {
     throw DeviceOutOfMemory(
-        "cuMemCreate", code, cuda_.name_of(code),
-
-        "[driver.create] a page of ", traits_.page_size,
+        "cuMemCreate", code, cuda_.name_of(code), "[driver.create] a page of ", traits_.page_size,
         " bytes was asked for, cuda:", cuda_.device,
         " has no memory left: free tensors, call torch.cuda.empty_cache(), or lower the pool's "
         "budget");
@@ -266,16 +259,12 @@ Handle CudaDriver::create(std::size_t n) {
   return handle;
 }
 
-void CudaDriver::destroy(Handle first, std::size_t n) {
+void CudaDriver::destroy(Handle handle, std::size_t) {
   if (in_forked_child) return;
-  if (n != 1) {
-    throw InvalidArgument("[driver.destroy] ", n,
-                          " adjacent handles were named, CUDA has none: destroy them one by one");
-  }
   const RelaxedCapture relaxed(cuda_, "destroy");
-  cuda_.require_at("destroy", cuda_.cuMemRelease, 0, traits_.page_size, first);
+  cuda_.require_at("destroy", cuda_.cuMemRelease, 0, traits_.page_size, handle);
   const std::lock_guard lock(records_);
-  handles_.erase(first);
+  handles_.erase(handle);
 }
 
 Address CudaDriver::reserve(std::size_t pages, Backed backed) {

@@ -103,8 +103,8 @@ class Driver {
   // Makes `n` handles h, h+1, ...; n == 1 unless traits().adjacent_handles, whose handles cost
   // nothing until their memory is touched. Throws DeviceOutOfMemory.
   virtual Handle create(std::size_t n) = 0;
-  // Gives the memory of `n` handles back. Requires: mapped nowhere. With adjacent_handles the
-  // handles stay good and read as zeros again; otherwise they are gone.
+  // Gives the memory of `n` handles back; n as for create. Requires: mapped nowhere. With
+  // adjacent_handles the handles stay good and read as zeros again; otherwise they are gone.
   virtual void destroy(Handle first, std::size_t n) = 0;
 
   // Maps runs of pages, in any number of reserved ranges, one after the other up to the first

@@ -247,9 +247,31 @@ TEST_CASE("a caller who overtakes the mapper waits for no more than a step of it
   const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
   buffer->prepare(1 << 15);
   CHECK(settled(*pool, [&] { return pool->counts().prefetched > 0; }));
+  pool->trim();  // waits for the calls of all threads
+  CHECK(pool->counts().prefetched < 1 << 15);
   buffer->grow(kCaller, {0, 2048}, false);              // ready or not
   CHECK(pool->counts().prefetched < (1 << 15) - 2048);  // the mapper had not come to the end
   buffer->abandon();
+}
+
+TEST_CASE("pages that are announced are not for what only looks ahead") {
+  const auto pool = open_pool(8, {.prefetch = 64 * kBytes});
+  const RowShape shape{1, kBytes, 8, 0, false};
+  const std::shared_ptr<Buffer> looks_ahead = Buffer::create(pool, shape, kCaller);
+  const std::shared_ptr<Buffer> announced = Buffer::create(pool, shape, kCaller);
+  {
+    const PoolLock lock(pool);  // the mapper finds both
+    looks_ahead->want_until(8, true);
+    announced->announce(6);
+  }
+  pool->wait_idle(kPatience);
+  {
+    const PoolLock lock(pool);
+    CHECK(announced->ready_until() == 6);
+    CHECK(looks_ahead->ready_until() == 2);
+  }
+  looks_ahead->abandon();
+  announced->abandon();
 }
 
 TEST_CASE("an owner whose own pages are on their way out gets them back as others") {

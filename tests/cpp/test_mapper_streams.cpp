@@ -4,6 +4,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "driver/cuda_abi.h"
 #include "driver/driver.h"
 #include "owner.h"
 #include "policy/page_pool.h"
@@ -279,6 +281,109 @@ TEST_CASE("pages are wanted as long as some are on their way out, and no longer"
   pool->retire();
   pool->wait_idle(kPatience);
   CHECK(pool->counts().used == 0);
+  let_go(control, pool);
+}
+
+// Where calls wait for the device, the mapper is unmapping when the owner leaves.
+TEST_CASE("what is freed while a part of it is unmapped is kept for the next owner") {
+  const SimcudaControl control;
+  control.reset();
+  control.configure("granularity", kBytes);
+  std::shared_ptr<PagePool> pool = open_pool(64, {.prefetch = 8 * kBytes, .cache = 64 * kBytes});
+  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
+  std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, kCapacity, 0, false}, caller);
+  buffer->grow(caller, {0, kCapacity}, false);
+  control.configure("blocking", 1);
+  control.occupy(control.make_stream(0), 200);
+  buffer->retract(caller, {0, 2});
+  for (bool busy = false; !busy;) {
+    const PoolLock lock(pool);
+    busy = buffer->busy();
+  }
+  buffer->abandon();
+  buffer.reset();
+  pool->wait_idle(kPatience);
+  control.configure("blocking", 0);
+  CHECK(pool->counts().cached >= 2);
+  CHECK(pool->counts().mapped == pool->counts().cached);
+  pool->retire();
+  pool->wait_idle(kPatience);
+  let_go(control, pool);
+}
+
+TEST_CASE("free pages that a refused look-ahead has taken are free again") {
+  const SimcudaControl control;
+  control.reset();
+  control.configure("granularity", kBytes);
+  std::shared_ptr<PagePool> pool = open_pool(8, {.prefetch = 8 * kBytes});
+  const RowShape shape{1, kBytes, kCapacity, 0, false};
+  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
+  Owner(pool, caller, shape).grow(2, false);
+  pool->wait_idle(kPatience);
+  CHECK(pool->counts().spare == 2);
+  {
+    Owner wants(pool, caller, shape);
+    CHECK(control.fail("cuMemCreate", 0, 1000, cuda::CUDA_ERROR_OUT_OF_MEMORY) == 0);
+    wants.prepare(4);
+    pool->wait_idle(kPatience);
+    CHECK(control.fail("cuMemCreate", 0, 0, 0) == 0);
+    CHECK(pool->counts().prefetched == 0);
+    CHECK(pool->counts().spare == 2);
+  }
+  pool->wait_idle(kPatience);
+  let_go(control, pool);
+}
+
+// It has no other work than to zero what was freed.
+TEST_CASE("a refusal of the mapper's first call is raised once, and the mapper asked again") {
+  const SimcudaControl control;
+  control.reset();
+  control.configure("granularity", kBytes);
+  std::shared_ptr<PagePool> pool = open_pool(8, {.cache = 8 * kBytes});
+  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
+  const std::uint64_t before = control.calls("cuMemGetInfo");
+  // Twice: what woke the mapper may have it try again at once.
+  CHECK(control.fail("cuMemGetInfo", 0, 2, cuda::CUDA_ERROR_UNKNOWN) == 0);
+  Owner(pool, caller, {1, kBytes, kCapacity, 0, false}).grow(2, false);
+  while (control.calls("cuMemGetInfo") < before + 2) std::this_thread::yield();
+  try {
+    pool->wait_idle(kPatience);
+  } catch (const DriverError&) {
+    // Where the mapper had not said so before.
+  }
+  CHECK_NOTHROW(pool->wait_idle(kPatience));
+  CHECK(pool->counts().cached == 2);
+  pool->retire();
+  pool->wait_idle(kPatience);
+  let_go(control, pool);
+}
+
+TEST_CASE("pages of the last owner are not ready with those that come behind them (I7)") {
+  const SimcudaControl control;
+  control.reset();
+  control.configure("granularity", kBytes);
+  std::shared_ptr<PagePool> pool = open_pool(8, {.prefetch = 8 * kBytes, .cache = 8 * kBytes});
+  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
+  const RowShape shape{1, kBytes, 8, 0, false};
+  std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, caller);
+  buffer->grow(caller, {0, 4}, false);
+  control.hold(caller.stream);
+  CHECK(control.launch(caller.stream, buffer->address_of(0, 0), 4 * kBytes, 7) == 0);
+  buffer->abandon();
+  buffer = Buffer::create(pool, shape, caller);
+  CHECK(pool->events().tensors_reused == 1);
+  buffer->prepare(8);
+  control.release(caller.stream);
+  pool->wait_idle(kPatience);
+  CHECK(pool->counts().mapped == 8);
+  if (!buffer->grow_within(caller, {0, 2})) buffer->grow(caller, {0, 2}, false);
+  control.run();
+  const char* const bytes = reinterpret_cast<char*>(buffer->address_of(0, 0));
+  CHECK(std::all_of(bytes, bytes + 2 * kBytes, [](char byte) { return byte == 0; }));
+  buffer->abandon();
+  buffer.reset();
+  pool->retire();
+  pool->wait_idle(kPatience);
   let_go(control, pool);
 }
 

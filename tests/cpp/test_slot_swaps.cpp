@@ -365,7 +365,7 @@ TEST_CASE("pages stay mapped until they are copied, and nobody gets them (I3)") 
   }
 }
 
-TEST_CASE("what is copied out is what work launched before has written") {
+TEST_CASE("copies wait for what was launched before, and what is written waits for copies") {
   HeldCopies bench({1, 64, 1, 0, {{1, kPage, 0}}}, 24);
   const std::uint64_t stream = bench.control.make_stream(0);
   const std::size_t slot = bench.alloc();
@@ -380,10 +380,17 @@ TEST_CASE("what is copied out is what work launched before has written") {
   bench.control.release(stream);
   CHECK(wait_for(bench.pool->driver(), bench.cache->swaps().copies(slot, {}), kPatience));
   bench.cache->swaps().await_departure(kCaller, slot);
+  bench.hold();
   bench.cache->swap_in(kCaller, std::array{slot});
-  CHECK(wait_for(bench.pool->driver(), bench.cache->swaps().copies(slot, {}), kPatience));
+  const SlotCache::Write write{slot, {1, 2}};
+  bench.cache->begin_write({"test", stream}, 0, 0, {&write, 1});
+  CHECK(bench.control.launch(stream, at + kPage, kPage, 8) == 0);
+  bench.control.run();
+  bench.release();
+  bench.control.run();
   const char* const bytes = bench.item(slot, 0, 0, 0);
-  CHECK(std::all_of(bytes, bytes + 2 * kPage, [](char byte) { return byte == 7; }));
+  CHECK(std::all_of(bytes, bytes + kPage, [](char byte) { return byte == 7; }));
+  CHECK(std::all_of(bytes + kPage, bytes + 2 * kPage, [](char byte) { return byte == 8; }));
   CHECK(bench.control.illegal_accesses() == 0);
   bench.model.clear();
   bench.cache.reset();

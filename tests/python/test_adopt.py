@@ -254,10 +254,10 @@ def test_a_refused_sleep_leaves_no_hooks(pool_factory, kind):
     pool.close()
 
 
-def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind):
+def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind, monkeypatch):
     """By its address: whichever pool has it, and whatever looks at it."""
     other = pool_factory(kind, 64)
-    model = torch.nn.Linear(20, 20)
+    model = torch.nn.Linear(20, 20, bias=False)
     vtensor.adopt(model, pool)
     arena = vtensor.Arena(4096, pool=pool)
     arena.map([(0, 4096)])
@@ -275,6 +275,17 @@ def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind):
             with pytest.raises(vtensor.Asleep, match=r"\[adopt\].*asleep.*wake\(\)"):
                 vtensor.adopt(what, to, tag="second")
     assert other.stats().pages_used == 0
+    pool.wake()
+    assert torch.equal(model.weight, kept)
+
+    def copy_and_sleep(new, storage, copy=vtensor._torch.memory._copy):
+        yield from copy(new, storage)
+        pool.sleep(contents="host")  # as another thread may
+
+    monkeypatch.setattr("vtensor._torch.memory._copy", copy_and_sleep)
+    with pytest.raises(vtensor.Asleep, match="being copied"):
+        vtensor.adopt(model, other)
+    monkeypatch.undo()
     pool.wake()
     assert torch.equal(model.weight, kept)
     vtensor.adopt(model, other)

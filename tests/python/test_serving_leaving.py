@@ -152,27 +152,37 @@ def test_a_long_answer_among_short_requests_without_end():
 # --- who leaves, and when ---------------------------------------------------------------------------------
 
 
-def run_mix(promises, token_seconds=0.0, late=0.0):
-    """LEAVING, by a clock that the work moves. Returns the scheduler's counts, and who made room."""
-    budget, requests = LEAVING
-    now, left = 0.0, []
-    with opened("host", budget, SLOTS) as cache:
-        scheduler = Scheduler(cache, token_budget=16, promises=promises, clock=lambda: now)
+def run_mix(promises, token_seconds=0.0, late=0.0, token_budget=16, requests=LEAVING[1]):
+    """LEAVING, by a clock that the work moves. Returns the scheduler's counts, who made room, and who was
+    away before the plan with which each began."""
+    now, left, away = 0.0, [], {}
+    with opened("host", LEAVING[0], SLOTS) as cache:
+        scheduler = Scheduler(cache, token_budget=token_budget, promises=promises, clock=lambda: now)
         for request in requests:
             scheduler.add(request)
         now += late
         while scheduler.unfinished:
+            swapped = [group.request.id for group in scheduler.swapped]
             plan = scheduler.plan()
+            assert plan.tokens <= token_budget
             left += [group.request.id for group in plan.preempted]
+            away |= {group.request.id: swapped for group in plan.admitted}
             now += STEP + token_seconds * plan.tokens
             scheduler.complete(plan, [1] * len(plan.sampled))
-        return scheduler.stats, left
+        return scheduler.stats, left, away
 
 
-def test_one_with_a_long_answer_leaves_for_a_prompt():
-    stats, left = run_mix(eager())
+@pytest.mark.parametrize("token_budget", [16, 8])
+def test_one_with_a_long_answer_leaves_for_a_prompt(token_budget):
+    stats, left, _ = run_mix(eager(), token_budget=token_budget)
     assert stats.left == 1 and left[-1] == "first"
     assert stats.swapped == len(left) and stats.recomputed == 0, "nothing is computed again"
+
+
+def test_one_that_has_left_stays_away_for_the_next_prompt_too():
+    prompts = [Request("third", [0] * 4, 2), Request("fourth", [1] * 4, 2)]
+    _, _, away = run_mix(eager(), requests=LEAVING[1][:-1] + prompts)
+    assert away["fourth"] == ["first", "other"]
 
 
 @pytest.mark.parametrize(
@@ -186,5 +196,5 @@ def test_one_with_a_long_answer_leaves_for_a_prompt():
     ],
 )
 def test_none_leaves_if(promises, options):
-    stats, _ = run_mix(promises, **options)
+    stats, *_ = run_mix(promises, **options)
     assert stats.left == 0

@@ -433,6 +433,18 @@ def test_parted_pages_are_folded_before(host, then):
 
 
 @pytest.mark.exact
+def test_parted_pages_that_are_gone_leave_their_room(pool_factory):
+    pool = pool_factory("host", pages=8)
+    parent = filled(pool, 3 * PER_PAGE, 1)
+    child = parent.fork()
+    child[:].fill_(2)
+    assert pool.stats().pages_private == 3
+    child.close()
+    other = filled(pool, 5 * PER_PAGE, 3)
+    assert parent.eq(1).all() and other.eq(3).all()
+
+
+@pytest.mark.exact
 def test_folding_that_does_not_fit_raises_and_loses_nothing(pool_factory):
     pool = pool_factory("host", pages=8)
     parent = filled(pool, 5 * PER_PAGE, 1)

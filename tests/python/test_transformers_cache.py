@@ -318,19 +318,20 @@ def test_a_dtype_that_changes_does_so_whole_or_not_at_all(llama, pages):
     """I8: whichever call is refused."""
     ours, theirs = filled(llama.config, pages, batch=1)
     key, value = (x.double() for x in states(1, 60, seed=3))
-    reached = 0
+    used, refused = pages.stats().pages_used, []
     for skip in range(60):
         try:
             with testing.fail_after(pages, skip):
                 ours.update(key, value, 0)
-        except vtensor.VTensorError:
-            reached += 1
+        except vtensor.VTensorError as error:
+            refused.append(error)  # its traceback holds what was made
             assert_same_content(ours, theirs)
             assert ours.layers[0].keys.dtype == torch.float32
+            assert pages.stats().pages_used == used
             testing.check_invariants(pages)
         else:
             break
-    assert reached >= 4, "the injected failures must reach both copies and both appends"
+    assert len(refused) >= 4, "the injected failures must reach both copies and both appends"
     theirs.update(key, value, 0)
     assert torch.equal(ours.layers[0].keys, theirs.layers[0].keys)
 
@@ -432,8 +433,10 @@ def test_prefetch_out_of_pages_leaves_the_layer_away(llama, pool_factory):
         dtype=torch.uint8,
         pool=pool,
     )
+    used = pool.stats().pages_used
     with pytest.raises(vtensor.OutOfPages):
         ours.layers[0].prefetch()
+    assert pool.stats().pages_used == used
     assert_same_content(ours, theirs)
     testing.check_invariants(pool)
     taken.close()

@@ -42,7 +42,6 @@ class Adopted:
 
     def refuse(self) -> None:
         """Has them raise Asleep if one of their tensors sleeps, until :meth:`let_go`."""
-        self.let_go()
         modules = list(chain.from_iterable(module.modules() for module in list(self._modules)))
         optimizers = list(self._optimizers)
         registers: list[Callable[..., RemovableHandle]] = []

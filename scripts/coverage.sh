@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# coverage.sh: counts the lines of csrc/ that the C++ tests and the quick Python tests execute, by room, and lists
+# those that none does. Needs doctest, and gcov of the compiler.
+source "$(dirname "$0")/lib.sh"
+
+build=build/coverage
+environment=$PWD/$build/environment
+
+# One build of the extension and the C++ tests. The environment lies over .venv: its packages come first.
+build() {
+  rm -rf "$environment"
+  $PYTHON -m venv --without-pip "$environment"
+  local packages
+  packages=$(echo "$environment"/lib/python3*/site-packages)
+  echo "$PWD"/$VENV/lib/python3*/site-packages >"$packages/under.pth"
+  "$environment/bin/python" -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$build \
+    -C cmake.build-type=Debug -C cmake.define.VTENSOR_BUILD_TESTS=ON \
+    -C cmake.define.CMAKE_CXX_FLAGS="-O0 --coverage -fprofile-update=atomic"
+  sed -i "\\#^$(dirname "$PWD")\$#d" "$packages"/*editable*.pth # see build.sh
+  find $build -name '*.gcda' -delete
+}
+cpp_tests() {
+  ctest --test-dir $build --output-on-failure -j "$JOBS"
+}
+python_tests() {
+  VTENSOR_SIMCUDA=$PWD/$build/libsimcuda.so "$environment/bin/python" -m pytest -q -n 2 --dist worksteal \
+    -m "not slow and not alone" tests/python
+}
+# A line of a template counts once, however many instances it has.
+report() {
+  gcovr -r . --filter csrc/ -j "$JOBS" --json $build/lines.json $build/CMakeFiles/{vtensor_core,_core}.dir
+  $PYTHON - $build/lines.json <<'END'
+import collections, json, sys
+rooms = collections.defaultdict(lambda: [0, 0])
+for file in sorted(json.load(open(sys.argv[1]))["files"], key=lambda file: file["file"]):
+    counts = collections.Counter()
+    for line in file["lines"]:
+        counts[line["line_number"]] += line["count"]
+    missing = [number for number in sorted(counts) if counts[number] == 0]
+    room = rooms[file["file"].split("/")[1]]
+    room[0] += len(counts)
+    room[1] += len(counts) - len(missing)
+    if missing:
+        print(file["file"], *missing)
+rooms["all"] = [sum(numbers) for numbers in zip(*rooms.values())]
+for room, (lines, executed) in rooms.items():
+    print(f"{room:8} {executed:6} of {lines:6} lines, {executed / lines:.1%}")
+END
+}
+
+step "Build that counts" build
+step "C++ tests" cpp_tests
+step "Python tests" python_tests
+step "Lines of csrc/" report
