@@ -17,6 +17,7 @@ BENCHMARKS = (
     "bands",
     "heap",
     "serving",
+    "sharing",
     "mapper",
     "trace_cost",
     "import_time",

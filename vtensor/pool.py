@@ -53,7 +53,7 @@ class PoolStats:
         pages_private: pages in use, or beside the budget, that the kernel copied at a write to a shared one.
         pages_indexed: references that prefix indices keep on used pages, mapped or not.
         pages_held_by_readers: pages in use that left a tensor, and that readers in other processes may still
-            read: until they sync, close or die (see :mod:`vtensor.sharing`).
+            read: until they sync, close or die (see ``vtensor.sharing``).
         pages_mapped: page table entries: a page counts once for each place where it is mapped.
         pages_active: mapped pages that the tensors' lengths need.
         pages_prefetched: mapped pages that were prepared ahead of need.
@@ -140,8 +140,8 @@ class Pool(StaysHere):
         shared_budget: a name. All pools of this name, in all processes of this user on this machine, have one
             budget together, and each of them may reach it. One may take what another frees, and a killed
             process gives back what its pools had. They must name the same ``budget``.
-        shareable: other processes can read what is in the pool, as :mod:`vtensor.sharing` says: a tensor is
-            put in a queue of :mod:`multiprocessing` or :mod:`torch.multiprocessing`. A process that gets one
+        shareable: other processes can read what is in the pool, as ``vtensor.sharing`` says: a tensor is
+            put in a queue of ``multiprocessing`` or ``torch.multiprocessing``. A process that gets one
             tensor of the pool can read all of its memory, so what is not for the same readers belongs in
             another pool. On the host alone.
 

@@ -14,6 +14,7 @@ from support import run_snippet
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NEEDS = {"decode_loop": ["tqdm"], "exploration": ["matplotlib", "hypothesis"], "watch": ["matplotlib"]}
 
 
 @pytest.mark.slow
@@ -21,13 +22,14 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     """As a program, in a folder of its own; its assertions are in it."""
-    for module in ("matplotlib", "hypothesis") if example.stem == "exploration" else ("tqdm",):
+    for module in NEEDS.get(example.stem, ()):
         pytest.importorskip(module)
+    arguments = [str(example), *(["picture.png"] if example.stem == "watch" else [])]
     code = f"""
     import runpy
     os.chdir({str(tmp_path)!r})
     os.environ["MPLBACKEND"] = "Agg"
-    sys.argv = [{str(example)!r}]
+    sys.argv = {arguments!r}
     runpy.run_path({str(example)!r}, run_name="__main__")
     """
     assert run_snippet(code, timeout=180).check().out.strip()
