@@ -1,8 +1,8 @@
 """Memory that other processes read while it grows: no copy, and no message for growth.
 
 A :class:`~vtensor.VTensor` of a pool made with ``shareable=True`` goes through a queue, a pipe or a process's
-arguments of :mod:`multiprocessing` or :mod:`torch.multiprocessing`. What arrives is a :class:`Reader` over the
-same physical pages::
+arguments of :mod:`multiprocessing` or :mod:`torch.multiprocessing`. What arrives is a :class:`Reader` over
+the same physical pages::
 
     pool = vtensor.Pool("cpu", shareable=True)
     k = vtensor.empty(1, 0, 8, 128, grow_dim=1, capacity=131072, pool=pool)
@@ -13,8 +13,8 @@ same physical pages::
     reader.sync()          # True if something changed: reader.length is now the writer's
 
 The writer tells its readers nothing: it keeps its page table and its length in memory that both map, and a
-reader looks there when it syncs. A page that a reader may see is not reused before that reader syncs, closes or
-dies (epoch-based reclamation, by a version that each reader holds).
+reader looks there when it syncs. A page that a reader may see is not reused before that reader syncs, closes
+or dies (epoch-based reclamation, by a version that each reader holds).
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ PageRecord = _core.PageRecord
 
 # These methods change no element, although they end as those do that write in place.
 _HARMLESS = frozenset(["requires_grad_", "detach_", "share_memory_", "resize_", "resize_as_", "set_"])
-_WRITING_OPERATORS = "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__".split() + (
-    "__iand__ __ior__ __ixor__ __ilshift__ __irshift__".split()
+_WRITING_OPERATORS = (
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__".split()
+    + ("__iand__ __ior__ __ixor__ __ilshift__ __irshift__".split())
 )
 
 
@@ -97,8 +98,8 @@ class _Shape:
 class Reader(VTensor):
     """A VTensor whose memory another process writes. It reads, and follows the writer at :meth:`sync`.
 
-    What it shows changes in :meth:`sync` alone, but for bytes that the writer changes in place. Kernels take it
-    as they take any VTensor. A write to it is refused, or ends the process with a report where torch does not
+    What it shows changes in :meth:`sync` alone, but for bytes that the writer changes in place. Kernels take
+    it as they take any VTensor. A write to it is refused, or ends the process with a report where torch does not
     let us refuse it: through a view, or as ``out=``.
     """
 
@@ -117,8 +118,8 @@ class Reader(VTensor):
         a look every 50 ms at whether the writer lives.
 
         Raises:
-            Closed: the writer has closed the tensor, moved it (``reallocate``, ``when_full="move"``) or ended.
-                What was read last stays readable.
+            Closed: the writer has closed the tensor, moved it (``reallocate``, ``when_full="move"``) or
+                ended. What was read last stays readable.
             Asleep: the writer's pool has put the tensor to sleep.
             TimedOut: the writer was stopped in the middle of a change.
             DriverError: the system refused to map a page. The length is as before.
@@ -245,14 +246,26 @@ class _ClosedReader(Reader):
 
 def _refuse(name: str, instead: str) -> Any:
     def refused(self: Reader, *args: Any, **kwargs: Any) -> NoReturn:
-        raise VTensorError(f"[Reader.{name}] this memory belongs to another process, and a reader reads: {instead}")
+        raise VTensorError(
+            f"[Reader.{name}] this memory belongs to another process, and a reader reads: {instead}"
+        )
 
     refused.__name__ = name
     refused.__doc__ = f"Raises VTensorError: a reader reads. {instead[0].upper()}{instead[1:]}."
     return refused
 
 
-for _name in ("extend", "prepare", "append", "shrink", "truncate", "reallocate", "fork", "unshare", "reindex"):
+for _name in (
+    "extend",
+    "prepare",
+    "append",
+    "shrink",
+    "truncate",
+    "reallocate",
+    "fork",
+    "unshare",
+    "reindex",
+):
     setattr(Reader, _name, _refuse(_name, "call it in the process that writes"))
 for _name in [name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")]:
     if _name not in _HARMLESS:
@@ -405,7 +418,7 @@ class ModuleReader(ObjectReader):
     """Reads the tensors of a module that :func:`~vtensor.adopt` moved into a pool."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The module's parameters and buffers, by name, as ``load_state_dict(..., assign=True)`` takes them."""
+        """The module's parameters and buffers by name, as ``load_state_dict(..., assign=True)`` takes them."""
         return {name: self._at(name) for name in self._tensors}
 
 
@@ -432,10 +445,10 @@ class SharedModule(StaysHere):
 
 
 def share(module: torch.nn.Module) -> SharedModule:
-    """What to put in a queue, a pipe or a process's arguments so that another process reads a module's tensors.
+    """What to put in a queue, a pipe or a process's arguments so that another process reads a module.
 
-    It arrives there as a :class:`ModuleReader`. No weight is copied. What an optimizer changes in place is seen
-    at once; tensors that are new to the module, and those that have moved, are not.
+    It arrives there as a :class:`ModuleReader`. No weight is copied. What an optimizer changes in place is
+    seen at once; tensors that are new to the module, and those that have moved, are not.
 
     Args:
         module: a module that :func:`~vtensor.adopt` moved into a shareable pool.

@@ -102,12 +102,12 @@ void bind_tensor(nb::module_& module) {
       .def_prop_ro(
           "reserved_bytes",
           [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->range().bytes(); })
-      .def_prop_ro("row_bytes",
-                   [](TensorCore& core) {
-                     return core.closed() ? 0 : core.buffer()->range().row_bytes();
-                   })
       .def_prop_ro(
-          "phase", [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->shape().phase; })
+          "row_bytes",
+          [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->range().row_bytes(); })
+      .def_prop_ro(
+          "phase",
+          [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->shape().phase; })
       .def_prop_ro("address", &TensorCore::address)
       .def_prop_ro("length", &TensorCore::length)
       .def_prop_ro("capacity", [](TensorCore& core) { return core.spec().capacity; })

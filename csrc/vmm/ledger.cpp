@@ -256,9 +256,7 @@ bool Ledger::is_linked() const {
 
 void Ledger::unlink() const noexcept { ::unlink(path().c_str()); }
 
-bool Ledger::is_alive(std::size_t place) const {
-  return file_->is_locked(life_of(place), 1);
-}
+bool Ledger::is_alive(std::size_t place) const { return file_->is_locked(life_of(place), 1); }
 
 bool Ledger::any_alive() const { return file_->is_locked(kLife, 0); }
 

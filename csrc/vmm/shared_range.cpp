@@ -17,7 +17,8 @@ using shared::State;
 
 // -- one range
 
-SharedRange::SharedRange(SharedRanges& all, const char* operation, Address base, shared::Sizes sizes)
+SharedRange::SharedRange(SharedRanges& all, const char* operation, Address base,
+                         shared::Sizes sizes)
     : all_(all), base_(base), sizes_(sizes) {
   const shared::Memory memory = shared::memory_behind(all_.driver_.open_memory(operation));
   CallMeter& meter = all_.driver_.meter();
@@ -134,7 +135,8 @@ int SharedRange::open_for_reader(const char* operation) const {
 
 // -- all ranges
 
-std::shared_ptr<SharedRange> SharedRanges::add(const char* operation, Address base, std::size_t pages, std::size_t words) {
+std::shared_ptr<SharedRange> SharedRanges::add(const char* operation, Address base,
+                                               std::size_t pages, std::size_t words) {
   std::shared_ptr<SharedRange> range(
       new SharedRange(*this, operation, base, {.words = words, .pages = pages}));
   all_.reserve(all_.size() + 1);

@@ -1,7 +1,7 @@
-"""One writer and three readers in processes of their own: random operations, kills, and pages that others reuse.
+"""One writer and three readers in processes of their own: random operations, kills, pages that others reuse.
 
-Contents are compared with a plain tensor at each sync, and again later where the writer has changed nothing in
-place: a page that is reused too early shows.
+Contents are compared with a plain tensor at each sync, and again later where the writer has changed nothing
+in place: a page that is reused too early shows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class World:
             prefetch=self.random.choice([0, 64 * PAGE]),
         )
         self.readers = [ReaderProcess() for _ in range(READERS)]
-        self.seen: list[tuple[int, int] | None] = [None] * READERS  # length and checksum, while they must hold
+        self.seen: list[tuple[int, int] | None] = [
+            None
+        ] * READERS  # length and checksum, while they must hold
         self.has: list[bool] = [False] * READERS  # whether the reader has the present tensor
         self.strangers: list[vtensor.VTensor] = []
         self.counts = dict.fromkeys(("operations", "syncs", "kills", "refused"), 0)
