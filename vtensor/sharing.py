@@ -99,8 +99,8 @@ class Reader(VTensor):
     """A VTensor whose memory another process writes. It reads, and follows the writer at :meth:`sync`.
 
     What it shows changes in :meth:`sync` alone, but for bytes that the writer changes in place. Kernels take
-    it as they take any VTensor. A write to it is refused, or ends the process with a report where torch does not
-    let us refuse it: through a view, or as ``out=``.
+    it as they take any VTensor. A write to it is refused, or ends the process with a report where torch does
+    not let us refuse it: through a view, or as ``out=``.
     """
 
     # Of its own: in a forked child that of VTensor refuses, and a reader may be received there.
@@ -418,7 +418,7 @@ class ModuleReader(ObjectReader):
     """Reads the tensors of a module that :func:`~vtensor.adopt` moved into a pool."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The module's parameters and buffers by name, as ``load_state_dict(..., assign=True)`` takes them."""
+        """Parameters and buffers by name, as ``load_state_dict(..., assign=True)`` takes them."""
         return {name: self._at(name) for name in self._tensors}
 
 
