@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # coverage.sh: counts the lines of csrc/ that the C++ tests and the quick Python tests execute, by room, and lists
-# those that none does. Needs doctest, and gcov of the compiler.
+# those that none does. Needs doctest, and gcov of the compiler. A process that a signal ends counts nothing, so the
+# reports of faults seem to be executed by none. Tests that fail are check.sh's matter.
 source "$(dirname "$0")/lib.sh"
 
 build=build/coverage
@@ -20,11 +21,11 @@ build() {
   find $build -name '*.gcda' -delete
 }
 cpp_tests() {
-  ctest --test-dir $build --output-on-failure -j "$JOBS"
+  ctest --test-dir $build --output-on-failure -j "$JOBS" || true
 }
 python_tests() {
   VTENSOR_SIMCUDA=$PWD/$build/libsimcuda.so "$environment/bin/python" -m pytest -q -n 2 --dist worksteal \
-    -m "not slow and not alone" tests/python
+    -m "not slow and not alone" tests/python || true
 }
 # A line of a template counts once, however many instances it has.
 report() {

@@ -90,11 +90,6 @@ void SlotLengths::require_once(const Caller& caller, std::span<const std::size_t
 
 void SlotLengths::require_bands(const Caller& caller, Bands bands) const {
   for (const std::size_t band : bands) {
-    if (band >= all_bands_.size()) {
-      throw InvalidArgument("[", caller.operation, "] band ", band,
-                            " does not exist: the cache has ", all_bands_.size(),
-                            ", numbered from 0");
-    }
     if (std::count(bands.begin(), bands.end(), band) == 1) continue;
     throw InvalidArgument("[", caller.operation, "] band ", band,
                           " is named twice: name each band once");

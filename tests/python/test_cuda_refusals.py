@@ -131,11 +131,12 @@ def test_pages_that_came_and_cannot_go_are_used_for_nothing(simcuda):
     assert simcuda.stats().pages_pinned == 0
 
 
-def test_a_refusal_names_the_call_and_the_answer(simcuda):
+@pytest.mark.parametrize(("code", "name"), [(UNKNOWN, "CUDA_ERROR_UNKNOWN"), (4711, "CUresult 4711")])
+def test_a_refusal_names_the_call_and_the_answer(simcuda, code, name):
     t = tensor(simcuda, 1)
-    refuse_in_library("cuMemSetAccess", 0, 1, UNKNOWN)
-    with pytest.raises(vtensor.DriverError, match="cuMemSetAccess.*CUDA_ERROR_UNKNOWN") as raised:
+    refuse_in_library("cuMemSetAccess", 0, 1, code)
+    with pytest.raises(vtensor.DriverError, match=f"cuMemSetAccess.*{name}") as raised:
         t.extend(9)
     error = raised.value
-    assert (error.call, error.code, error.name) == ("cuMemSetAccess", UNKNOWN, "CUDA_ERROR_UNKNOWN")
+    assert (error.call, error.code, error.name) == ("cuMemSetAccess", code, name)
     t.close()
