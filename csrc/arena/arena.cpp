@@ -386,7 +386,7 @@ bool Arena::may_cache() const {
 // Puts the page at the end of the list of cached pages, and the arena on the pool's list.
 void Arena::cache(std::size_t page) noexcept {
   Use& use = uses_.reserved(page);
-  range_.set_why({page, page + 1}, Why::cached);
+  range_.set_why(page, Why::cached);
   use.older = newest_;
   use.newer = kNone;
   (newest_ == kNone ? oldest_ : uses_.reserved(newest_).newer) = static_cast<std::uint32_t>(page);
@@ -403,7 +403,7 @@ void Arena::uncache(std::size_t page) noexcept {
 
 void Arena::set_why(std::size_t page, Why why) noexcept {
   if (range_.why(page) == Why::cached) uncache(page);
-  range_.set_why({page, page + 1}, why);
+  range_.set_why(page, why);
 }
 
 void Arena::evict() {

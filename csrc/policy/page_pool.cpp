@@ -373,7 +373,8 @@ void PagePool::check_invariants() {
   try {
     quiesce(lock, "check_invariants");
   } catch (const DriverError&) {
-    // The pool is broken: no call begins any more.
+    // The pool is broken: no call begins any more, and the last ones end.
+    while (in_flight() != 0) wait_changed(lock, steady_clock::now() + kLook);
   }
   std::unordered_map<const Page*, PageUse> uses;
   for (Client* client : clients_) client->check(uses);

@@ -40,6 +40,12 @@ void PageTable::count_moved(const Moved& moved) noexcept {
   into.hull = hull(into.hull, moved.indices);
 }
 
+void PageTable::move(std::size_t i, Index& index, Why to) noexcept {
+  if (index.mapped == 0 && to != Why::needed && to != Why::prefetched) to = Why::nothing;
+  count_moved({index.why, to, {i, i + 1}, index.mapped});
+  index.why = to;
+}
+
 void PageTable::add_mapped(Interval indices, std::size_t by) noexcept {
   // Atomic to be read without the lock; it changes under it, so no atomic add is needed.
   mapped_.store(mapped() + by * indices.size(), std::memory_order_relaxed);
@@ -60,10 +66,7 @@ void PageTable::add_mapped(Interval indices, std::size_t by) noexcept {
     for (Index& index : some) {
       of(index.why).mapped += by;
       // Nothing is known to need what came, or nothing is mapped any more.
-      Why to = index.why == Why::nothing ? Why::unneeded : index.why;
-      if (index.mapped == 0 && to != Why::needed && to != Why::prefetched) to = Why::nothing;
-      count_moved({index.why, to, {i, i + 1}, index.mapped});
-      index.why = to;
+      move(i, index, index.why == Why::nothing ? Why::unneeded : index.why);
       ++i;
     }
   }

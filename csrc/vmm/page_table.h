@@ -119,6 +119,8 @@ class PageTable {
   void set_why(Interval indices, Why why) noexcept VT_LOCKED {
     change_why(indices, [why](const Index&) { return why; });
   }
+  // The same of one index, which is reserved.
+  void set_why(std::size_t i, Why why) noexcept VT_LOCKED { move(i, indices_.reserved(i), why); }
   // The same, to change(index).
   template <typename Change>
   void change_why(Interval indices, Change change) noexcept VT_LOCKED {
@@ -328,6 +330,7 @@ class PageTable {
     std::size_t mapped = 0;
   };
   void count_moved(const Moved& moved) noexcept VT_LOCKED;
+  void move(std::size_t i, Index& index, Why to) noexcept VT_LOCKED;
   // Entries at `indices` were mapped (by 1) or unmapped (by kLess).
   void add_mapped(Interval indices, std::size_t by) noexcept VT_LOCKED;
 
