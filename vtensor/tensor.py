@@ -387,7 +387,7 @@ class VTensor(torch.Tensor):
         return self
 
     def share_memory_(self) -> NoReturn:
-        """Raises VTensorError: a tensor of a shareable pool is put in a queue as it is (``vtensor.sharing``)."""
+        """Raises VTensorError: put a tensor of a shareable pool in a queue as it is (``vtensor.sharing``)."""
         _refuse("share_memory_")
 
     def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:

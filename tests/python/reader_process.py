@@ -1,6 +1,7 @@
 """A process that reads what the test shows it.
 
-The process is forked from a server that has imported torch and nothing else, so to vtensor it is one of its own.
+The process is forked from a server that has imported torch and nothing else, so to vtensor it is one of its
+own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def checksum(t: torch.Tensor) -> int:
 
 
 class ReaderProcess:
-    """Each method is carried out in the process, and returns what came of it, or an error's class and text."""
+    """Each method runs in the process, and returns what came of it, or an error's class and text."""
 
     def __init__(self, context: Any = CONTEXT) -> None:
         self._ours, theirs = context.Pipe()

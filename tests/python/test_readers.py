@@ -189,7 +189,14 @@ def test_a_reader_is_a_tensor_like_any_other(pool, other):
     assert "100 of 4,096 positions" in other.evaluate("repr(r)")
     assert torch.equal(other.evaluate("torch.nn.functional.softmax(r, -1)"), t.softmax(-1))
     assert other.evaluate("r.numpy()[0, 5:9].tolist()") == t[0, 5:9].tolist()
-    for write in ("r.append(r)", "r.extend(1)", "r.truncate(0)", "r.fork()", "r.mul_(2)", "r.__setitem__(0, 1)"):
+    for write in (
+        "r.append(r)",
+        "r.extend(1)",
+        "r.truncate(0)",
+        "r.fork()",
+        "r.mul_(2)",
+        "r.__setitem__(0, 1)",
+    ):
         kind, text = other.evaluate(write)
         assert kind == "VTensorError" and "belongs to another process" in text, write
     assert torch.equal(other.evaluate("__import__('copy').deepcopy(r)"), t)
@@ -281,9 +288,7 @@ def test_a_killed_writer_leaves_what_was_synced(tmp_path, other):
     from vtensor import sharing
 
     with Listener(str(tmp_path / "socket"), "AF_UNIX", authkey=b"x") as listener:
-        writer = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "socket")]
-        )
+        writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "socket")])
         with listener.accept() as pipe:
             row_bytes, phase = pipe.recv()
             files = [reduction.recv_handle(pipe) for _ in range(2)]
