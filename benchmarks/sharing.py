@@ -87,7 +87,8 @@ class Holder:
 def run(settings: Settings) -> list[Figure]:
     if settings.device != "cpu":
         raise Skipped("other processes read memory of the host alone")
-    context = multiprocessing.get_context("forkserver")
+    # A process that is not forked from this one imports torch first, too long for a quick run.
+    context = multiprocessing.get_context("fork" if settings.quick else "forkserver")
     context.set_forkserver_preload(["torch"])
     holders = [Holder(context) for _ in range(settings.pick(10, 1))]
     try:

@@ -169,8 +169,7 @@ class Pool(StaysHere):
         device = device_of("Pool", device)
         if shareable and device.type != "cpu":
             raise InvalidArgument(
-                f"[Pool] device is {device} and shareable is True: other processes can read memory of the "
-                "host alone"
+                f"[Pool] shareable is True for {device}: other processes read memory of the host alone"
             )
         size = checked_page_size(page_size)
         options = pool_options(

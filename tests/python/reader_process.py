@@ -28,7 +28,7 @@ def checksum(t: torch.Tensor) -> int:
 
 
 class ReaderProcess:
-    """Each method is carried out in the process. It returns what came of it, or an error's class and text."""
+    """Each method runs in the process, and returns what came of it, or an error's class and text."""
 
     def __init__(self, context: Any = CONTEXT) -> None:
         self._ours, theirs = context.Pipe()

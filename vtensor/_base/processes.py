@@ -3,8 +3,8 @@
 Torch shares a tensor in two steps: it copies the whole storage to shared memory, then replaces the storage's
 memory with the copy. Every tensor over that storage would leave the addresses that vtensor maps (I1), and its
 writes would go where vtensor never reads. So vtensor's storages refuse, by methods set on each. Tensors that
-other processes cannot read refuse too, by a reducer registered for their class. That of VTensor hands a
-tensor of a shareable pool over: see vtensor/sharing.py. Nothing of torch is patched.
+other processes cannot read refuse too, by a reducer registered for their class. VTensor's own reducer hands
+tensors of a shareable pool over (vtensor/sharing.py). Nothing of torch is patched.
 
 A tensor that another library made over our memory, through DLPack for example, has a storage of its own.
 Torch shares a copy of that one, and vtensor's storages stay in place.
