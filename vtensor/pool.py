@@ -420,7 +420,7 @@ class Pool(StaysHere):
             heaps = list(self._heaps.items())
         by_tag: dict[str, list[Sleeper]] = {}
         for t in tensors:
-            if t is not None:
+            if t is not None and not t.closed:
                 by_tag.setdefault(t._sleeps_as, []).append(t)
         for tag, heap in heaps:
             by_tag.setdefault(tag, []).append(heap)
@@ -540,6 +540,9 @@ class _Tensor(Protocol):
 
     _registered: object
     _sleeps_as: str
+
+    @property
+    def closed(self) -> bool: ...
 
     def close(self) -> None: ...
 

@@ -234,6 +234,19 @@ def test_what_dies_asleep_gives_its_pages_up(scene):
     pool.wait_idle()
 
 
+def test_what_is_closed_does_not_sleep(scene):
+    """Though the program keeps it."""
+    kept = scene.cache, scene.arena
+    for one in kept:
+        one.close()
+    scene.pool.sleep(contents="host")
+    assert all(one.closed for one in kept) and scene.t.nbytes_mapped == 0
+    with pytest.raises(vtensor.InvalidArgument, match="kv"):
+        scene.pool.wake(tag="kv")
+    scene.pool.wake()
+    assert scene.t[0].item() == 7
+
+
 def test_a_pool_closed_asleep(pool_factory, kind, tmp_path):
     pool = pool_factory(kind, 256)
     scene = Scene(pool)
