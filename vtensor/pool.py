@@ -720,13 +720,13 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
         return pool
 
 
-@atexit.register
 def open_pools() -> list[Pool]:
     """The pools of this process that were not collected."""
     with _sets_lock:
         return list(_pools)
 
 
+@atexit.register
 def _close_pools() -> None:
     if _core.in_forked_child():
         return

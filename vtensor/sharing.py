@@ -33,6 +33,7 @@ from vtensor._base.arguments import of_type
 from vtensor._base.processes import StaysHere, keep_private
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
+from vtensor._torch.variants import AsleepVTensor, CopyOnWriteVTensor
 from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
@@ -183,12 +184,15 @@ class Reader(VTensor):
         return self._core.bytes(0)
 
     def record_stream(self, stream: object) -> None:
-        """Does nothing: on the host there is no work beside its callers'."""
+        """Does nothing, whatever ``stream`` is: on the host there is no work beside its callers'."""
 
     # -- the end
 
     def close(self, stream: object = None) -> None:
-        """Lets the writer reuse what only this reader still read, once the last view of it is gone."""
+        """Lets the writer reuse what only this reader still read, once the last view of it is gone.
+
+        ``stream`` is ignored, as on the host in :meth:`VTensor.close`. A second call does nothing.
+        """
         self.__class__ = _ClosedReader
         with without_modes(), torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.set_(self, torch.UntypedStorage(0), 0, [0], [1])
@@ -312,8 +316,6 @@ def _receive(sent: _Sent, words: int) -> ReaderCore:
 
 def _reduce(tensor: VTensor) -> Any:
     core = tensor._core
-    # The kernel copies a page that a fork shares at a write through a view: readers would not see that.
-    TensorCore.unshare(core, tensor, 0, core.length)
     sent = _send(TensorCore.open_for_readers(core, tensor))
     sizes = tuple(tensor.shape)
     return _rebuild, (
@@ -374,7 +376,16 @@ class ObjectReader(StaysHere):
     one ends the process.
     """
 
-    def __init__(self, core: ReaderCore, views: dict[Any, _View]) -> None:
+    _core: ReaderCore
+    _tensors: dict[Any, torch.Tensor]
+
+    def __init__(self) -> None:
+        raise InvalidArgument(
+            f"[{type(self).__name__}] it comes out of a queue or a pipe, into which the writer puts the "
+            "object"
+        )
+
+    def _open(self, core: ReaderCore, views: dict[Any, _View]) -> None:
         self._core = core
         storages = [core.storage(i) for i in range(core.ranges)]
         self._tensors = {key: view.over(core, storages) for key, view in views.items()}
@@ -461,7 +472,8 @@ def share(module: torch.nn.Module) -> SharedModule:
 
 
 def _rebuild_object(reader: Any, sent: _Sent, words: int, views: dict[Any, _View]) -> Any:
-    made = reader(_receive(sent, words), views)
+    made = reader.__new__(reader)
+    made._open(_receive(sent, words), views)
     made.sync()
     return made
 
@@ -514,7 +526,9 @@ def _reduce_module(shared: SharedModule) -> Any:
 reduction.ForkingPickler.register(Arena, _reduce_arena)
 reduction.ForkingPickler.register(KVCache, _reduce_cache)
 reduction.ForkingPickler.register(SharedModule, _reduce_module)
-reduction.ForkingPickler.register(VTensor, _reduce)
+for _class in (VTensor, CopyOnWriteVTensor, AsleepVTensor):  # the last two say why not
+    reduction.ForkingPickler.register(_class, _reduce)
+del _class
 keep_private(Reader)
 keep_private(_ClosedReader)
 keep_private(_ParentsReader)

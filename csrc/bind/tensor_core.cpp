@@ -602,6 +602,9 @@ std::vector<ReaderFiles::Pair> TensorCore::open_for_readers(nb::handle self) {
   const Operation operation(*this, "share", self);
   const char* const name = operation.caller().operation;
   without_gil([&] { buffer_->share(name, 2); });
+  // At a write through a view the kernel copies a page that a fork shares: readers would not see
+  // that.
+  operation.with_memory([&] { Sharing(*buffer_, operation.caller()).unshare(positions_); });
   buffer_->show_positions();
   ReaderFiles files;
   files.add(name, *buffer_);

@@ -35,13 +35,16 @@ void SlotCache::share(const Caller& caller) {
 
 void SlotCache::show_lengths() noexcept {
   if (shown_.empty()) return;
-  bool changed = false;
+  const bool arriving = swaps_.any_arriving();  // most often none: a step's slots are cold memory
+  Interval changed;
   for (std::size_t slot = 0; slot < shown_.size(); ++slot) {
-    const bool whole = !expects(slot) && !swaps_.is_arriving(slot);
+    const bool whole = !expects(slot) && !(arriving && swaps_.is_arriving(slot));
     const std::uint64_t length = whole ? static_cast<std::uint64_t>(lengths_->all()[slot]) : 0;
-    changed |= std::exchange(shown_[slot], length) != length;
+    if (std::exchange(shown_[slot], length) != length) changed = hull(changed, {slot, slot + 1});
   }
-  if (changed) buffers_.shared()->set_words(0, shown_);
+  if (changed.empty()) return;
+  buffers_.shared()->set_words(changed.begin,
+                               std::span(shown_).subspan(changed.begin, changed.size()));
 }
 
 void SlotCache::hide(std::size_t slot, std::size_t length) noexcept {

@@ -49,7 +49,8 @@ class SlotSwaps {
   // A fence after the copies of a slot that `layer` waits for, or after all of them. Null if there
   // are none.
   FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
-  // Whether copies of the slot from host memory may be under way.
+  // Whether copies of the slot, or of any slot, from host memory may be under way.
+  bool any_arriving() const noexcept { return !arriving_.empty(); }
   bool is_arriving(std::size_t slot) const noexcept { return !slots_[slot].arriving.empty(); }
   // A fence after the copies of all slots that are coming back. Null if there are none.
   FencePtr arrivals();

@@ -498,6 +498,7 @@ bool Buffer::reuse_cached(const Caller& caller) {
   is_quiet();
   owner_end_ = std::make_unique<Generation>();
   owned_ = may_keep_ = true;
+  set_positions({});
   pace_ = {};
   take_error();
   // ready_after_ has the last owner's fences.

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import ctypes
 import inspect
+import multiprocessing
 import sys
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vtensor
 from support import run_snippet
-from vtensor import together
+from vtensor import testing, together
 
 PAGE = 4096
 WIDTH = PAGE // 4  # int32 of a page
@@ -82,6 +83,7 @@ class Given:
         torch.manual_seed(0)
         self.module = torch.nn.Linear(8, 8)
         self.optimizer = torch.optim.SGD(self.module.parameters(), momentum=0.9)
+        self.shared = torch.nn.Linear(2, 2)
         self.module(torch.ones(8)).sum().backward()
         self.optimizer.step()
 
@@ -200,10 +202,60 @@ class Walk:
             (state,) = [s for p, s in given.optimizer.state.items() if p is given.module.weight]
             self.note("state", state["momentum_buffer"])
 
+    def readers(self):
+        given, ours, theirs = self.given, *multiprocessing.Pipe()
+
+        def received(what):
+            ours.send(what)
+            return theirs.recv()
+
+        with (
+            testing.host_pool(page_size=PAGE, budget=64 * PAGE, strict_holes=False, shareable=True) as pool,
+            ours,
+            theirs,
+        ):
+            t = vtensor.empty(0, WIDTH, grow_dim=0, capacity=64, dtype=torch.int32, pool=pool)
+            reader = received(t.append(given.rows.cpu()))
+            t.append(given.rows.cpu())
+            assert reader.sync() and reader.length == 6 and reader.capacity == 64 and reader.grow_dim == 0
+            self.note("read", reader)
+            self.note("read by an alias", reader.alias())
+            assert reader.address and reader.when_full == "raise" and len(reader.pages()) == 6
+            assert reader.nbytes_mapped == 6 * PAGE and reader.nbytes_reserved == 64 * PAGE and repr(reader)
+            with pytest.raises(vtensor.VTensorError):
+                assert reader.pool
+            reader.record_stream(None)
+            for name, member in vars(vtensor.Reader).items():
+                if (member.__doc__ or "").startswith("Raises VTensorError: a reader reads."):
+                    with pytest.raises(vtensor.VTensorError, match=f"Reader.{name}"):
+                        member(reader)
+            reader.close()
+            arena = vtensor.Arena(PAGE, pool=pool)
+            arena.map([(0, PAGE)])
+            ctypes.memset(arena.tensor.data_ptr(), 7, PAGE)
+            with received(arena) as of_arena:
+                self.note("read in an arena", of_arena.tensor)
+            cache = vtensor.KVCache(1, 1, 2, 2, 16, torch.float32, pool=pool)
+            with received(cache) as of_cache:
+                slot = cache.alloc()
+                cache.step([2 if i == slot else 0 for i in range(2)])
+                assert (
+                    of_cache.sync()
+                    and of_cache.lengths[slot] == 2
+                    and of_cache[0][0].shape == cache[0][0].shape
+                )
+            vtensor.adopt(given.shared, pool)
+            of_module = received(vtensor.share(given.shared))
+            assert not of_module.closed and of_module.sync() is False
+            self.note("read of a module", of_module.state_dict()["weight"])
+            of_module.close()
+            arena.close()
+            cache.close()
+
     def everything(self):
         pool = self.pool
         with vtensor.trace.record() as recording:
-            for part in (self.tensors, self.cache, self.arena, self.sleep):
+            for part in (self.tensors, self.cache, self.arena, self.sleep, self.readers):
                 part()
         assert recording.events()
         pool.budget = pool.budget

@@ -180,6 +180,24 @@ def test_forks_and_their_writes(pool, other):
     other.close(), other.close("child")
 
 
+def test_what_a_fork_has_written_is_shown(pool, other):
+    t = rows(pool, 100)
+    child = t.fork()
+    child[:, 7] = 3  # the kernel copies the page
+    child.fork().close()
+    other.receive(child)
+    assert torch.equal(other.read(), child)
+    other.close()
+
+
+def test_memory_that_sleeps_is_not_sent(pool):
+    t = rows(pool, 100)
+    pool.sleep(contents="host")
+    with pytest.raises(vtensor.Asleep):
+        ForkingPickler.dumps(t)
+    pool.wake()
+
+
 def test_a_reader_is_a_tensor_like_any_other(pool, other):
     t = rows(pool, 100)
     other.receive(t)

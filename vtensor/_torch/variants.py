@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vtensor import _core
-from vtensor._base.processes import keep_private
 from vtensor.errors import Asleep, Closed
 from vtensor.tensor import VTensor
 
@@ -155,8 +154,6 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
             yield from _flat(value.values())
 
 
-keep_private(CopyOnWriteVTensor)
-keep_private(AsleepVTensor)
 os.register_at_fork(after_in_child=_leave_to_parent)
 _core.use_tensor_classes(
     open=VTensor, copy_on_write=CopyOnWriteVTensor, asleep=AsleepVTensor, closed=ClosedVTensor
