@@ -115,6 +115,18 @@ def test_a_page_that_a_reader_may_see_is_not_reused(pool, other):
     other.close()
 
 
+def test_no_other_tensor_comes_to_the_pages_of_one_that_is_read(other):
+    with shareable(prefetch=1 << 20) as pool:
+        t = rows(pool, 300)
+        other.receive(t)
+        shown = t.clone()
+        t.close()
+        for _ in range(3):
+            rows(pool, 300).fill_(1)
+        assert torch.equal(other.read(), shown)
+        other.close()
+
+
 def test_a_closed_reader_holds_what_its_views_show(pool, other):
     t = rows(pool, 1000)
     other.receive(t)
@@ -184,7 +196,6 @@ def test_what_a_fork_has_written_is_shown(pool, other):
     t = rows(pool, 100)
     child = t.fork()
     child[:, 7] = 3  # the kernel copies the page
-    child.fork().close()
     other.receive(child)
     assert torch.equal(other.read(), child)
     other.close()
@@ -416,7 +427,9 @@ def test_plain_pickles_hand_nothing_over(pool):
             pickle.dumps(what)
 
 
-@pytest.mark.parametrize("wrong", ["text", "memfd", "pipe", "swapped", "other memory", "other words", "cut"])
+@pytest.mark.parametrize(
+    "wrong", ["text", "memfd", "pipe", "unsealed", "swapped", "other memory", "other words", "cut"]
+)
 def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
     t = rows(pool, 10)
     ((of_range, of_memory),) = _core.TensorCore.open_for_readers(t._core, t)
@@ -432,6 +445,11 @@ def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
         os.close(of_range)
         of_range, end = os.pipe()
         os.close(end)
+    elif wrong == "unsealed":  # as it is, in a file that may be cut
+        with open(of_range, "rb") as ours:
+            content = ours.read()
+        of_range = os.memfd_create("copy", os.MFD_ALLOW_SEALING)
+        os.write(of_range, content)
     elif wrong == "swapped":
         of_range, of_memory = of_memory, of_range
     elif wrong == "other memory":
@@ -571,6 +589,33 @@ def test_a_cache_shows_whole_steps(pool, other):
     assert other.sync()[0] == "Closed"
     assert torch.equal(other.layer(0, slots[0], 7)[0], shown[0])
     other.close()
+
+
+def test_a_slot_has_no_tokens_before_its_prefix_is_mapped(other):
+    with shareable(prefetch=1 << 20) as pool:
+        cache = make_cache(pool, max_batch=3, max_len=512, lookahead=16)
+        tokens = torch.arange(400)
+        slot = cache.alloc()
+        lengths = [0, 0, 0]
+        lengths[slot] = 300
+        assert cache.step(lengths)
+        cache[0][0][slot, :300] = 3
+        cache.publish(slot, tokens[:300])
+        other.receive(cache)
+        cache.free(slot)
+        lengths[slot] = 0
+        pool.wait_idle()
+        hit = cache.alloc(tokens, deferred=True)
+        found = cache.length(hit)
+        assert found > 0
+        other.sync()
+        assert other.lengths()[hit] == 0
+        lengths[hit] = found
+        assert cache.step(lengths)
+        assert other.sync() is True and other.lengths() == lengths
+        assert bool((other.layer(0, hit, found)[0] == 3).all())
+        other.close()
+        cache.close()
 
 
 def test_a_swapped_slot_has_no_tokens_until_it_is_whole_again(pool, other):
