@@ -6,6 +6,7 @@ in place: a page that is reused too early shows.
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import suppress
 
@@ -191,12 +192,14 @@ class World:
         self.pool.close()
 
 
+SLOW = [pytest.mark.slow, pytest.mark.alone, pytest.mark.seconds(1200)]
+SOAK = pytest.mark.skipif(
+    os.environ.get("VTENSOR_HYPOTHESIS") != "soak", reason="takes minutes: VTENSOR_HYPOTHESIS=soak"
+)
+
+
 @pytest.mark.parametrize(
-    "operations",
-    [
-        4_000,
-        pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.alone, pytest.mark.seconds(1200)]),
-    ],
+    "operations", [4_000, pytest.param(100_000, marks=SLOW), pytest.param(1_000_000, marks=[*SLOW, SOAK])]
 )
 def test_readers_see_the_writer(operations):
     files, shm = memfds(), named_memory()
