@@ -53,13 +53,24 @@ void PageTable::add_mapped(Interval indices, std::size_t by) noexcept {
     const std::span<Index> present = indices_.together(i);
     const std::span<Index> some = present.first(std::min(present.size(), indices.end - i));
     const Why why = some.front().why;
-    bool settled = why == Why::needed || why == Why::prefetched;
+    std::size_t pages = 0, alike = 0, gone = 0;
     for (Index& index : some) {
       index.mapped += static_cast<std::uint32_t>(by);
-      settled &= index.why == why;
+      pages += index.mapped;
+      alike += index.why == why;
+      gone += index.mapped == 0;
     }
-    if (settled) {
+    const bool stays = why == Why::needed || why == Why::prefetched;
+    if (alike == some.size() && (stays || gone == 0 || gone == some.size())) {
+      const Why to = stays                 ? why
+                     : gone != 0           ? Why::nothing
+                     : why == Why::nothing ? Why::unneeded
+                                           : why;
       of(why).mapped += by * some.size();
+      count_moved({why, to, {i, i + some.size()}, pages});
+      if (to != why) {
+        for (Index& index : some) index.why = to;
+      }
       i += some.size();
       continue;
     }
