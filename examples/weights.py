@@ -53,7 +53,7 @@ def places(model: Model) -> dict[str, tuple[str, int]]:
 
 
 def generator(pipe: Connection) -> None:
-    """The other process. It never gets a weight, and is told only when to generate."""
+    """The other process. No weight is sent to it; messages ask it to generate."""
     torch.set_num_threads(1)
     weights = pipe.recv()
     with torch.device("meta"):  # without memory of its own

@@ -19,12 +19,13 @@ or dies (epoch-based reclamation, by a version that each reader holds).
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import context, reduction
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -33,7 +34,7 @@ from vtensor._base.arguments import of_type
 from vtensor._base.processes import StaysHere, keep_private
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
-from vtensor._torch.variants import AsleepVTensor, CopyOnWriteVTensor
+from vtensor._torch.variants import AsleepVTensor, CopyOnWriteVTensor, refuse_in_forked_child
 from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
@@ -52,48 +53,34 @@ _WRITING_OPERATORS = (
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """Where a tensor's elements lie in its range."""
+class _View:
+    """Where a tensor lies in one of the ranges that are sent."""
 
-    sizes: tuple[int, ...]  # sizes[grow_dim] says nothing
-    grow_dim: int
-    capacity: int
+    range: int
+    offset: int  # bytes
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
-    row_bytes: int
-    phase: int  # bytes before position 0 of a row
 
-    @property
-    def rows(self) -> int:
-        rows = 1
-        for size in self.sizes[: self.grow_dim]:
-            rows *= size
-        return rows
+    @classmethod
+    def of(cls, tensor: torch.Tensor, number: int, base: int) -> _View:
+        return cls(number, tensor.data_ptr() - base, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-    @property
-    def item_bytes(self) -> int:
-        size = self.dtype.itemsize
-        for n in self.sizes[self.grow_dim + 1 :]:
-            size *= n
-        return size
+    def over(self, core: ReaderCore, storages: list[torch.UntypedStorage]) -> torch.Tensor:
+        """The tensor, over the ranges as they were received.
 
-    def strides(self) -> tuple[int, ...]:
-        strides = [1] * len(self.sizes)
-        for dim in range(len(self.sizes) - 2, -1, -1):
-            strides[dim] = (
-                self.row_bytes // self.dtype.itemsize
-                if dim + 1 == self.grow_dim
-                else strides[dim + 1] * self.sizes[dim + 1]
+        Raises:
+            VTensorError: it does not lie in its range.
+        """
+        item = self.dtype.itemsize
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        inside = 0 <= self.offset and self.offset + (last + 1) * item <= core.bytes(self.range)
+        if self.offset % item or min(self.strides, default=0) < 0 or not inside:
+            raise VTensorError("[reader] what was received does not fit its range: send it again")
+        with without_modes():
+            return torch.empty(0, dtype=self.dtype).set_(  # type: ignore[call-overload, no-any-return]
+                storages[self.range], self.offset // item, self.sizes, self.strides
             )
-        return tuple(strides)
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether a range of ``nbytes`` has all rows."""
-        return (
-            min(self.sizes[: self.grow_dim] + self.sizes[self.grow_dim + 1 :], default=1) > 0
-            and 0 <= self.phase
-            and self.phase + self.capacity * self.item_bytes <= self.row_bytes
-            and 0 < self.rows * self.row_bytes <= nbytes
-        )
 
 
 class Reader(VTensor):
@@ -108,8 +95,8 @@ class Reader(VTensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     _core: ReaderCore  # type: ignore[assignment]
-    _storage: torch.UntypedStorage
-    _shape: _Shape
+    _whole: torch.Tensor  # of the tensor's capacity
+    _grow_dim: int
     _words: list[int]  # begin and end of the positions that are shown
 
     def sync(self) -> bool:
@@ -133,11 +120,9 @@ class Reader(VTensor):
         return True
 
     def _show(self, begin: int, end: int) -> None:
-        shape = self._shape
-        sizes = (*shape.sizes[: shape.grow_dim], end - begin, *shape.sizes[shape.grow_dim + 1 :])
-        offset = (shape.phase + begin * shape.item_bytes) // shape.dtype.itemsize
         with without_modes():
-            torch.Tensor.set_(self, self._storage, offset, sizes, shape.strides())
+            shown = self._whole.narrow(self._grow_dim, begin, end - begin)
+            torch.Tensor.set_(self, shown)  # type: ignore[call-overload]
         self._words = [begin, end]
 
     # -- reading
@@ -147,7 +132,8 @@ class Reader(VTensor):
             return self.detach()
 
     def pages(self) -> list[PageRecord]:
-        return ReaderCore.pages(self._core, 0, self._shape.row_bytes // self._core.page_size(0))
+        rows = math.prod(self._whole.shape[: self._grow_dim])
+        return ReaderCore.pages(self._core, 0, rows)
 
     @property
     def length(self) -> int:
@@ -156,11 +142,11 @@ class Reader(VTensor):
 
     @property
     def capacity(self) -> int:
-        return self._shape.capacity
+        return self._whole.shape[self._grow_dim]
 
     @property
     def grow_dim(self) -> int:
-        return self._shape.grow_dim
+        return self._grow_dim
 
     @property
     def when_full(self) -> Any:
@@ -173,7 +159,8 @@ class Reader(VTensor):
 
     @property
     def address(self) -> int:
-        return self._core.base(0) + self._shape.phase + self._words[0] * self._shape.item_bytes
+        item = self._whole.stride(self._grow_dim) * self._whole.itemsize
+        return self._whole.data_ptr() + self._words[0] * item
 
     @property
     def nbytes_mapped(self) -> int:
@@ -196,7 +183,7 @@ class Reader(VTensor):
         self.__class__ = _ClosedReader
         with without_modes(), torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.set_(self, torch.UntypedStorage(0), 0, [0], [1])
-        self.__dict__.pop("_storage", None)
+        self.__dict__.pop("_whole", None)
         ReaderCore.close(self._core)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -217,11 +204,7 @@ class Reader(VTensor):
 class _ParentsReader(Reader):
     """A reader that a forked child has of its parent."""
 
-    @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> None:
-        _core.refuse_in_forked_child(getattr(func, "__name__", str(func)))
+    __torch_function__ = classmethod(refuse_in_forked_child)  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return "<Reader of the parent process>"
@@ -311,29 +294,33 @@ def _send(files: _Files) -> _Sent:
 
 
 def _receive(sent: _Sent, words: int) -> ReaderCore:
-    return ReaderCore([(of_range.receive(), of_memory.receive()) for of_range, of_memory in sent], words)
+    received: list[int] = []
+    try:
+        for pair in sent:
+            for part in pair:
+                received.append(part.receive())
+    except BaseException:
+        for descriptor in received:
+            os.close(descriptor)
+        raise
+    return ReaderCore(list(zip(received[::2], received[1::2], strict=True)), words)
 
 
 def _reduce(tensor: VTensor) -> Any:
     core = tensor._core
     sent = _send(TensorCore.open_for_readers(core, tensor))
-    sizes = tuple(tensor.shape)
-    return _rebuild, (
-        sent,
-        _Shape(sizes, core.grow_dim, core.capacity, core.dtype, core.row_bytes, core.phase),
-    )
+    sizes = [*tensor.shape]
+    sizes[core.grow_dim] = core.capacity
+    view = _View(0, core.phase, tuple(sizes), tensor.stride(), core.dtype)
+    return _rebuild, (sent, view, core.grow_dim)
 
 
-def _rebuild(sent: _Sent, shape: _Shape) -> Reader:
+def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:
     core = _receive(sent, 2)
-    if not shape.fits(core.bytes(0)):
-        core.close()
-        raise VTensorError("[Reader] what was received does not fit its range: send it again")
+    whole = view.over(core, [cast(torch.UntypedStorage, core.storage(0))])
     with without_modes():
-        reader = torch.empty(0, dtype=shape.dtype).as_subclass(Reader)
-    reader._core = core
-    reader._shape = shape
-    reader._storage = core.storage(0)
+        reader = torch.empty(0, dtype=view.dtype).as_subclass(Reader)
+    reader._core, reader._whole, reader._grow_dim = core, whole, grow_dim
     reader._show(0, 0)
     _readers[id(reader)] = reader
     reader.sync()
@@ -341,32 +328,6 @@ def _rebuild(sent: _Sent, shape: _Shape) -> Reader:
 
 
 # -- objects that have tensors: their readers have views, which never change
-
-
-@dataclass(frozen=True)
-class _View:
-    """A tensor in one of an object's ranges."""
-
-    range: int
-    offset: int  # bytes
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, number: int, base: int) -> _View:
-        return cls(number, tensor.data_ptr() - base, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    def over(self, core: ReaderCore, storages: list[torch.UntypedStorage]) -> torch.Tensor:
-        item = self.dtype.itemsize
-        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
-        inside = 0 <= self.offset and self.offset + (last + 1) * item <= core.bytes(self.range)
-        if self.offset % item or min(self.strides, default=0) < 0 or not inside:
-            raise VTensorError("[reader] what was received does not fit its range: send it again")
-        with without_modes():
-            return torch.empty(0, dtype=self.dtype).set_(  # type: ignore[call-overload, no-any-return]
-                storages[self.range], self.offset // item, self.sizes, self.strides
-            )
 
 
 class ObjectReader(StaysHere):
@@ -486,11 +447,11 @@ def _reduce_arena(arena: Arena) -> Any:
 
 def _reduce_cache(cache: KVCache) -> Any:
     views = {}
-    for layer in range(cache.num_layers):
-        for name, tensor in zip("kv", cache[layer], strict=True):
-            if tensor is not None:
-                group, base = _core.CacheCore.range_at(cache._core, tensor.data_ptr())
-                views[layer, name] = _View.of(tensor, group, base)
+    for layer, places in enumerate(cache._layout.layers):
+        for name, tensor, place in zip("kv", cache[layer], places, strict=True):
+            if tensor is not None and place is not None:
+                base = cache._bytes[place.row_group].data_ptr()
+                views[layer, name] = _View.of(tensor, place.row_group, base)
     sent = _send(_core.CacheCore.open_for_readers(cache._core))
     return _rebuild_object, (CacheReader, sent, cache.max_batch, views)
 

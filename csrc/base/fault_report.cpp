@@ -138,7 +138,7 @@ void describe(Text& text, const Range& range, std::uintptr_t at, int signal, con
   } else if (signal == SIGBUS) {
     text << "a page is mapped there, but the system could not give its memory";
     if (info.si_code == BUS_ADRERR) text << ": lower the pool's budget, or give the machine more";
-  } else if (in_forked_child) {
+  } else if (in_forked_child()) {
     text << "this process was forked from the one that has the memory, and cannot reach it: take a "
             "clone() before the fork, or start this process with spawn";
   } else if (range.asleep()) {
@@ -287,7 +287,7 @@ Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
 
 void Forget::operator()(Range* range) const noexcept {
   // In a forked child a thread of the parent may hold the lock, and no addresses are given back.
-  if (!in_forked_child) ranges.remove(range);
+  if (!in_forked_child()) ranges.remove(range);
 }
 
 bool asleep_at(std::uintptr_t at) noexcept {

@@ -13,15 +13,14 @@ void watch_forks() {
   static std::once_flag once;
   std::call_once(once, [] {
     pthread_atfork(nullptr, nullptr, [] {
-      in_forked_child = true;
-      ++forks;
+      ++fork_depth;
       trace::on = false;
     });
   });
 }
 
 void refuse_in_forked_child(const char* operation) {
-  if (in_forked_child) {
+  if (in_forked_child()) {
     throw Error(
         "[", operation,
         "] this process was forked from the one that has the memory, and cannot reach it: take a "

@@ -7,14 +7,13 @@
 
 namespace vtensor {
 
-// Set in a child by the handler of `watch_forks`; never cleared.
-inline std::atomic<bool> in_forked_child{false};
-
 // How many forks lie between this process and the first one that watched: what was made at another
-// count is another process's.
-inline std::atomic<std::uint32_t> forks{0};
+// count is another process's. Counted by the handler of `watch_forks`.
+inline std::atomic<std::uint32_t> fork_depth{0};
 
-// Installs the handler that sets `in_forked_child` and ends the trace there. May be called again.
+inline bool in_forked_child() noexcept { return fork_depth.load(std::memory_order_relaxed) != 0; }
+
+// Installs the handler that counts forks and ends the trace there. May be called again.
 void watch_forks();
 
 // Throws Error in a forked child, whose operations must not reach the parent's memory.
@@ -25,7 +24,7 @@ void refuse_in_forked_child(const char* operation);
 struct DeleteUnlessForked {
   template <typename T>
   void operator()(T* object) const {
-    if (!in_forked_child.load(std::memory_order_relaxed)) delete object;
+    if (!in_forked_child()) delete object;
   }
 };
 

@@ -31,4 +31,13 @@ inline DriverError refused(const char* operation, Call call, int error, const st
           text("[", operation, "] ", what, " was refused with ", name, ": ", remedy)};
 }
 
+// Makes a call of the system, which `body` does, returning whether the system did it. Counts it; a
+// test may have it refused with `injected`. Throws `refused`.
+template <typename Body>
+void make_call(CallMeter& meter, const char* operation, Call call, int injected,
+               const std::string& what, const std::string& remedy, Body body) {
+  const int error = meter.enter(call) ? injected : (body() ? 0 : errno);
+  if (error != 0) throw refused(operation, call, error, what, remedy);
+}
+
 }  // namespace vtensor

@@ -109,7 +109,7 @@ Ring& open_ring(std::size_t capacity) {
 }
 
 void refuse_in_child(const char* operation) {
-  if (in_forked_child) {
+  if (in_forked_child()) {
     throw Error("[trace.", operation,
                 "] this process was forked from one that uses vtensor: nothing is recorded "
                 "here; record in the parent, or in a process started by spawn");
@@ -176,7 +176,7 @@ Recording::~Recording() { finish(false); }
 void Recording::stop() { finish(true); }
 
 void Recording::finish(bool keep) {
-  if (in_forked_child) return;
+  if (in_forked_child()) return;
   const std::lock_guard lock(control);
   if (stopped_) return;
   stopped_ = true;

@@ -136,9 +136,10 @@ class HeapCore {
         files.add("share", *arena);
       }
       std::vector<OpenArena> all;
+      all.reserve(arenas.size());
+      const std::vector<ReaderFiles::Pair> taken = files.take();
       for (const std::shared_ptr<Arena>& arena : arenas)
-        all.emplace_back(arena->base(), arena->bytes(), files.at(all.size()));
-      files.take();
+        all.emplace_back(arena->base(), arena->bytes(), taken[all.size()]);
       return all;
     });
   }
@@ -241,7 +242,7 @@ extern "C" [[gnu::visibility("default")]] void* vtensor_allocate(std::size_t byt
 
 extern "C" [[gnu::visibility("default")]] void vtensor_free(void* at, std::size_t, int,
                                                             void* stream) noexcept {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  if (in_forked_child()) return;
   Given::Heaps::node_type given = Given::all().take(reinterpret_cast<Address>(at));
   if (given.empty()) return;
   try {

@@ -191,7 +191,7 @@ void bind_pool(nb::module_& module) {
       "After so many seconds for the pools' figures. Also why some files could not be read.");
 
   module.def("free_host_memory", [] { return free_host_memory(); });
-  module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
+  module.def("in_forked_child", [] { return in_forked_child(); });
   module.def("refuse_in_forked_child", &refuse_in_forked_child, "operation"_a);
 
   module.attr("NO_LIMIT") = std::numeric_limits<std::size_t>::max();

@@ -2,7 +2,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/descriptor.h"
 #include "base/process.h"
 #include "bind/bindings.h"
 #include "bind/operation.h"
@@ -34,19 +34,13 @@ class ReaderCore {
  public:
   // `words`: how many the object's owner keeps, in the first range.
   ReaderCore(const std::vector<std::pair<int, int>>& files, std::size_t words) {
-    std::size_t opened = 0;
-    try {
-      for (; opened < files.size(); words = 0) {
-        const auto [range, memory] = files[opened++];
-        ranges_.emplace_back(new RangeReader(range, memory, words), DeleteOwn{});
-        pointers_.push_back(ranges_.back().get());
-      }
-    } catch (...) {
-      for (; opened < files.size(); ++opened) {
-        ::close(files[opened].first);
-        ::close(files[opened].second);
-      }
-      throw;
+    std::vector<std::pair<Descriptor, Descriptor>> received;  // closed if one of them is refused
+    received.reserve(files.size());
+    for (const auto& [range, memory] : files) received.emplace_back(range, memory);
+    for (auto& [range, memory] : received) {
+      ranges_.emplace_back(new RangeReader(range.take(), memory.take(), words), DeleteOwn{});
+      pointers_.push_back(ranges_.back().get());
+      words = 0;
     }
   }
 
@@ -77,9 +71,10 @@ class ReaderCore {
     const Operation operation(*this);
     return at(i)->mapped();
   }
-  std::vector<PageRecord> pages(std::size_t i, std::size_t row_pages) {
+  std::vector<PageRecord> pages(std::size_t i, std::size_t rows) {
     const Operation operation(*this);
     const RangeReader& range = *at(i);
+    const std::size_t row_pages = range.bytes() / range.page_size() / rows;
     std::vector<PageRecord> records;
     for (std::size_t n = 0; n < range.bytes() / range.page_size(); ++n) {
       if (range.handle_at(n) < 0) continue;
@@ -131,14 +126,12 @@ void bind_reader(nb::module_& module) {
       .def_prop_ro("ranges", &ReaderCore::ranges)
       .def_prop_ro("words", &ReaderCore::words)
       .def(
-          "base", [](ReaderCore& core, std::size_t i) { return core.at(i)->base(); }, "range"_a)
-      .def(
           "page_size", [](ReaderCore& core, std::size_t i) { return core.at(i)->page_size(); },
           "range"_a)
       .def(
           "bytes", [](ReaderCore& core, std::size_t i) { return core.at(i)->bytes(); }, "range"_a)
       .def("mapped", &ReaderCore::mapped, "range"_a)
-      .def("pages", &ReaderCore::pages, "range"_a, "row_pages"_a)
+      .def("pages", &ReaderCore::pages, "range"_a, "rows"_a)
       .def("fail_after", [](ReaderCore& core, std::uint64_t skip, std::uint64_t refuse) {
         core.at(0)->meter().fail_after(skip, refuse);
       });

@@ -60,7 +60,7 @@ class CacheCore {
   }
   ~CacheCore() {
     // A forked child has no mapper. The parent's may have held the mutex at the fork.
-    if (!in_forked_child.load(std::memory_order_relaxed)) prefixes_->leave();
+    if (!in_forked_child()) prefixes_->leave();
     *view_ = {};
   }
 
@@ -198,8 +198,6 @@ class CacheCore {
     return without_gil([&] { return wait_for(pool->driver(), copied, patience); });
   }
 
-  // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
-  // Its views find their cache through `cache`, a weak reference. A broken pool's is readable too.
   std::vector<ReaderFiles::Pair> open_for_readers() {
     const Operation op(*this, "KVCache.share");
     without_gil([&] { cache_->share(op.caller()); });
@@ -208,15 +206,8 @@ class CacheCore {
       files.add(op.caller().operation, *cache_->buffers().range(group));
     return files.take();
   }
-  // The row group in whose range an address lies, and the first address of that range.
-  std::pair<std::size_t, Address> range_at(Address address) {
-    const Operation op(*this, "KVCache.share");
-    for (std::size_t group = 0; group < cache_->buffers().groups(); ++group) {
-      const Reservation& range = cache_->buffers().range(group)->range();
-      if (address - range.base() < range.bytes()) return {group, range.base()};
-    }
-    refuse("KVCache.share", "no row group has address ", address);
-  }
+  // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
+  // Its views find their cache through `cache`, a weak reference. A broken pool's is readable too.
   nb::object storage(std::size_t group, nb::object cache) {
     const SoleOperation operation(mutex_, cache_, "KVCache");
     const std::shared_ptr<Buffer>& range = cache_->buffers().range(group);
@@ -454,7 +445,6 @@ void bind_slot_cache(nb::module_& module) {
       .def("await_arrivals", &CacheCore::await_arrivals)
       .def("begins", &CacheCore::begins)
       .def("open_for_readers", &CacheCore::open_for_readers)
-      .def("range_at", &CacheCore::range_at, "address"_a)
       .def("storage", &CacheCore::storage, "row_group"_a, "cache"_a)
       .def("row_bytes", &CacheCore::row_bytes)
       .def("length", &CacheCore::length, "slot"_a, "band"_a = nb::none())

@@ -103,9 +103,6 @@ void bind_tensor(nb::module_& module) {
           "reserved_bytes",
           [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->range().bytes(); })
       .def_prop_ro(
-          "row_bytes",
-          [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->range().row_bytes(); })
-      .def_prop_ro(
           "phase",
           [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->shape().phase; })
       .def_prop_ro("address", &TensorCore::address)

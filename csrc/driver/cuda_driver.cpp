@@ -29,7 +29,7 @@ class CudaDriver final : public Driver {
 
   Address reserve(std::size_t pages, Backed backed) override;
   void free_range(Address range, std::size_t pages) override {
-    if (!in_forked_child) mappings_.free_range(range, pages);
+    if (!in_forked_child()) mappings_.free_range(range, pages);
   }
   Handle create(std::size_t n) override;
   void destroy(Handle first, std::size_t n) override;
@@ -37,7 +37,7 @@ class CudaDriver final : public Driver {
     mappings("driver.map").map("map", runs, access, mapped);
   }
   void unmap(Address at, std::size_t n) override {
-    if (!in_forked_child) mappings_.unmap("unmap", at, n);
+    if (!in_forked_child()) mappings_.unmap("unmap", at, n);
   }
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access) override {
@@ -193,7 +193,7 @@ void CudaDriver::probe_rdma() {
 }
 
 CudaDriver::~CudaDriver() {
-  if (in_forked_child || cuda_.context == nullptr) return;
+  if (in_forked_child() || cuda_.context == nullptr) return;
   meter_.disarm();
   // Any thread may end a driver: one without a context, or while a stream is captured.
   std::optional<RelaxedCapture> relaxed;
@@ -260,7 +260,7 @@ Handle CudaDriver::create(std::size_t) {
 }
 
 void CudaDriver::destroy(Handle handle, std::size_t) {
-  if (in_forked_child) return;
+  if (in_forked_child()) return;
   const RelaxedCapture relaxed(cuda_, "destroy");
   cuda_.require_at("destroy", cuda_.cuMemRelease, 0, traits_.page_size, handle);
   const std::lock_guard lock(records_);

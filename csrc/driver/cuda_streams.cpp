@@ -58,7 +58,7 @@ class CudaFence final : public Fence {
       : event(event), events_(std::move(events)) {}
   ~CudaFence() override {
     // In a forked child another thread's copy of the lock may be held for ever.
-    if (!in_forked_child) events_->give_back(event);
+    if (!in_forked_child()) events_->give_back(event);
   }
 
   const CUevent event;

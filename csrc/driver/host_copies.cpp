@@ -98,7 +98,7 @@ HostCopies::HostCopies(Populate populate) : queue_(std::make_shared<Queue>(std::
 }
 
 void HostCopies::stop() {
-  if (in_forked_child) {
+  if (in_forked_child()) {
     // The threads are the parent's, and one may hold the lock or wait: queue and threads are
     // leaked.
     for (auto& thread : threads_) {

@@ -298,7 +298,7 @@ class HostDriver final : public Driver {
   static constexpr std::chrono::seconds kPatience{60};
 
   // Whether the driver is the one of a process that this one was forked from.
-  bool left_behind() const { return forks.load(std::memory_order_relaxed) != forks_; }
+  bool left_behind() const { return fork_depth.load(std::memory_order_relaxed) != fork_depth_; }
   void refuse_if_left(const char* operation) const {
     if (left_behind()) refuse_in_forked_child(operation);
   }
@@ -486,7 +486,7 @@ class HostDriver final : public Driver {
     }
   }
 
-  const std::uint32_t forks_ = forks.load(std::memory_order_relaxed);  // when it was made
+  const std::uint32_t fork_depth_ = fork_depth.load(std::memory_order_relaxed);  // when it was made
   const int hole_protection_, page_protection_;
   const bool shareable_;
   MapLimit& limit_;

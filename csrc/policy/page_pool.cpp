@@ -397,7 +397,7 @@ bool PagePool::tidy() noexcept {
 }
 
 void PagePool::end(Ended* ended) noexcept {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  if (in_forked_child()) return;
   const std::shared_ptr<PagePool> self = shared_from_this();
   ended_.push(ended);
   // The holder of the lock looks again after letting it go, as this thread does. If that is this
@@ -411,7 +411,7 @@ void PagePool::end(Ended* ended) noexcept {
 }
 
 void PagePool::end_later(Ended* ended) noexcept {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  if (in_forked_child()) return;
   // From here on the mapper may end the pool: then not in this thread.
   const std::shared_ptr<Mapper::Signal> signal = mapper_.signal();
   ended_.push(ended);

@@ -68,7 +68,7 @@ SleepImage::SleepImage(const char* operation, const std::string& folder, std::si
 SleepImage::~SleepImage() {
   if (file_ < 0) return;
   // A child that was forked meanwhile has the descriptor too: the bytes go all the same.
-  if (!in_forked_child && ftruncate(file_, 0) != 0) {
+  if (!in_forked_child() && ftruncate(file_, 0) != 0) {
     // Then they go with the child's descriptor.
   }
   close(file_);

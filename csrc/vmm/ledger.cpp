@@ -27,6 +27,7 @@ using std::chrono::steady_clock;
 
 namespace {
 
+constexpr char kOperation[] = "shared budget";
 constexpr char kFolder[] = "/dev/shm/";
 constexpr std::size_t kLongestName = 64;
 constexpr std::uint32_t kLayout = 3;
@@ -47,7 +48,7 @@ constexpr off_t kLife = 2;  // and on: one a place
 off_t life_of(std::size_t place) { return kLife + static_cast<off_t>(place); }
 
 DriverError lock_refused(int error, const std::string& path) {
-  return refused("shared budget", Call::fcntl, error, "locking " + path,
+  return refused(kOperation, Call::fcntl, error, "locking " + path,
                  "use a system with locks of open file descriptions on /dev/shm");
 }
 
@@ -177,18 +178,11 @@ std::vector<std::string> Ledger::names() {
 
 std::string Ledger::path() const { return kFolder + prefix() + name_; }
 
-template <typename Body>
-void Ledger::call(Call call, int injected, const std::string& what, const char* remedy,
-                  Body body) const {
-  const int error = meter_.enter(call) ? injected : (body() ? 0 : errno);
-  if (error != 0) throw refused("shared budget", call, error, what, remedy);
-}
-
 Ledger::Ledger(CallMeter& meter, const std::string& name, int flags)
     : meter_(meter), name_(name), file_(std::make_shared<File>()) {
-  call(Call::open, EMFILE, "opening " + path(),
-       "raise the limit on descriptors (ulimit -n), or see which users may write there",
-       [&] { return file_->open(path(), O_RDWR | O_NOFOLLOW | flags); });
+  make_call(meter_, kOperation, Call::open, EMFILE, "opening " + path(),
+            "raise the limit on descriptors (ulimit -n), or see which users may write there",
+            [&] { return file_->open(path(), O_RDWR | O_NOFOLLOW | flags); });
   struct stat found{};
   if (fstat(file_->descriptor(), &found) != 0 || !S_ISREG(found.st_mode) ||
       found.st_uid != geteuid()) {
@@ -199,14 +193,15 @@ Ledger::Ledger(CallMeter& meter, const std::string& name, int flags)
 
 // Makes the file long enough, with its memory, and begins it afresh.
 void Ledger::begin(std::uint64_t limit) {
-  call(Call::fallocate, ENOSPC, text("making ", sizeof(Content), " bytes of ", path()),
-       "free memory in /dev/shm, or raise the limit on files (ulimit -f)", [this] {
-         int result;
-         do {
-           result = fallocate(file_->descriptor(), 0, 0, sizeof(Content));
-         } while (result != 0 && errno == EINTR);
-         return result == 0;
-       });
+  make_call(meter_, kOperation, Call::fallocate, ENOSPC,
+            text("making ", sizeof(Content), " bytes of ", path()),
+            "free memory in /dev/shm, or raise the limit on files (ulimit -f)", [this] {
+              int result;
+              do {
+                result = fallocate(file_->descriptor(), 0, 0, sizeof(Content));
+              } while (result != 0 && errno == EINTR);
+              return result == 0;
+            });
   map();
   Content& content = file_->content();
   std::memset(static_cast<void*>(&content), 0, sizeof(Content));
@@ -216,9 +211,9 @@ void Ledger::begin(std::uint64_t limit) {
 }
 
 void Ledger::map() {
-  call(Call::mmap, ENOMEM, "mapping " + path(),
-       "raise the limits on mappings (vm.max_map_count) and address space",
-       [this] { return file_->map(); });
+  make_call(meter_, kOperation, Call::mmap, ENOMEM, "mapping " + path(),
+            "raise the limits on mappings (vm.max_map_count) and address space",
+            [this] { return file_->map(); });
 }
 
 bool Ledger::has_other_layout() const { return layout() != 0 && layout() != kLayout; }

@@ -118,9 +118,6 @@ class Ledger {
   static bool is_name(std::string_view name);
   static std::vector<std::string> names();
   std::string path() const;
-  // Throws DriverError if the system refuses the call, or a test does.
-  template <typename Body>
-  void call(Call call, int injected, const std::string& what, const char* remedy, Body body) const;
   // Whether the file still has its name.
   bool is_linked() const;
   void unlink() const noexcept;

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/descriptor.h"
 #include "base/errors.h"
 #include "base/system_errors.h"
 
@@ -20,35 +21,22 @@ using std::chrono::steady_clock;
 namespace {
 
 constexpr char kOperation[] = "reader";
+constexpr char kRemedy[] =
+    "mount /proc, and raise the limits on descriptors (ulimit -n) and mappings";
 // A change is a few stores, unless its writer is stopped.
 constexpr std::chrono::seconds kPatience{1};
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 47;
 
-// Closes what was received.
-class Received {
- public:
-  explicit Received(int descriptor) : descriptor_(descriptor) {}
-  ~Received() {
-    if (descriptor_ >= 0) close(descriptor_);
-  }
-  Received(const Received&) = delete;
-  Received& operator=(const Received&) = delete;
+// Whether it is a memfd that never gets shorter, so that no access to a mapping of it is SIGBUS.
+bool keeps_size(const Descriptor& file) {
+  const int seals = fcntl(file.get(), F_GET_SEALS);
+  return seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
+}
 
-  int get() const { return descriptor_; }
-  int release() { return std::exchange(descriptor_, -1); }
-  // Whether it is a memfd whose size never shrinks, so that no access to a mapping of it is SIGBUS.
-  bool keeps_size() const {
-    const int seals = fcntl(descriptor_, F_GET_SEALS);
-    return seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
-  }
-  std::uint64_t size() const {
-    struct stat found{};
-    return fstat(descriptor_, &found) == 0 ? static_cast<std::uint64_t>(found.st_size) : 0;
-  }
-
- private:
-  int descriptor_;
-};
+std::uint64_t size_of(const Descriptor& file) {
+  struct stat found{};
+  return fstat(file.get(), &found) == 0 ? static_cast<std::uint64_t>(found.st_size) : 0;
+}
 
 class ReaderFaults final : public faults::Range {
  public:
@@ -69,18 +57,11 @@ class ReaderFaults final : public faults::Range {
 
 }  // namespace
 
-shared::Memory shared::memory_behind(int descriptor) {
-  struct stat found{};
-  const int result = fstat(descriptor, &found);
-  close(descriptor);
-  return result == 0 ? Memory{found.st_dev, found.st_ino} : Memory{};
-}
-
 RangeReader::RangeReader(int range, int memory, std::size_t words) {
-  const Received own_range(range);
-  Received own_memory(memory);
+  const Descriptor own_range(range);
+  Descriptor own_memory(memory);
   shared::Header header{};
-  if (!own_range.keeps_size() ||
+  if (!keeps_size(own_range) ||
       pread(own_range.get(), static_cast<void*>(&header), sizeof header, shared::Sizes::kHeader) !=
           sizeof header ||
       header.magic != shared::kMagic)
@@ -89,27 +70,20 @@ RangeReader::RangeReader(int range, int memory, std::size_t words) {
   const shared::Sizes sizes{.words = header.words, .pages = header.pages};
   if (header.words != words || header.page_size < 4096 || !is_power_of_two(header.page_size) ||
       header.pages == 0 || header.pages > kMostBytes / header.page_size ||
-      own_range.size() != sizes.file())
+      size_of(own_range) != sizes.file())
     refuse_files("its sizes do not fit");
-  struct stat found{};
-  if (!own_memory.keeps_size() || fstat(own_memory.get(), &found) != 0 ||
-      header.memory != shared::Memory{found.st_dev, found.st_ino})
+  if (!keeps_size(own_memory) || header.memory != id_of(own_memory.get()))
     refuse_files("the second file is not the memory that the first one tells of");
   page_size_ = header.page_size;
-  memory_pages_ = own_memory.size() / page_size_;
+  memory_pages_ = size_of(own_memory) / page_size_;
 
-  driver_ = make_host_driver({.page_size = page_size_, .memory = own_memory.release()});
-  const auto require = [&](Call call, int injected, const char* what, const auto& done) {
-    const int error = driver_->meter().enter(call) ? injected : (done() ? 0 : errno);
-    if (error != 0)
-      throw refused(kOperation, call, error, what,
-                    "mount /proc, and raise the limits on descriptors (ulimit -n) and mappings");
-  };
+  driver_ = make_host_driver({.page_size = page_size_, .memory = own_memory.take()});
+  CallMeter& meter = driver_->meter();
   // Locks are of an open file, and the one that was received may be another reader's too.
-  require(Call::open, EMFILE, "opening the memfd of a shared range anew",
-          [&] { return file_.reopen(own_range.get(), O_RDWR); });
-  require(Call::mmap, ENOMEM, "mapping that memfd",
-          [&] { return file_.map(sizes.file(), shared::kMostReaders * sizeof(shared::Place)); });
+  make_call(meter, kOperation, Call::open, EMFILE, "opening the memfd of a shared range anew",
+            kRemedy, [&] { return file_.reopen(own_range.get(), O_RDWR); });
+  make_call(meter, kOperation, Call::mmap, ENOMEM, "mapping that memfd", kRemedy,
+            [&] { return file_.map(sizes.file(), shared::kMostReaders * sizeof(shared::Place)); });
   parts_ = {file_.at(), sizes};
   take_place();
   base_ = driver_->reserve(sizes.pages);

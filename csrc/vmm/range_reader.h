@@ -42,7 +42,7 @@ class RangeReader {
 
   // Whether it is one of a process that this one was forked from: then it has neither memory nor a
   // place any more, and must not be used or destroyed.
-  bool left_behind() const { return forks.load(std::memory_order_relaxed) != forks_; }
+  bool left_behind() const { return fork_depth.load(std::memory_order_relaxed) != fork_depth_; }
 
   Address base() const { return base_; }
   std::size_t bytes() const { return parts_.sizes.pages * page_size_; }
@@ -76,7 +76,7 @@ class RangeReader {
   template <typename Read>
   void read_whole(Read read);
 
-  const std::uint32_t forks_ = forks.load(std::memory_order_relaxed);  // when it was made
+  const std::uint32_t fork_depth_ = fork_depth.load(std::memory_order_relaxed);  // when it was made
   SharedFile file_;
   shared::Parts parts_{};
   std::size_t page_size_ = 0;

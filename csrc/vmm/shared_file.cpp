@@ -39,6 +39,11 @@ flock lock_of(short type, off_t first, off_t bytes) {
 
 }  // namespace
 
+FileId id_of(int descriptor) {
+  struct stat found{};
+  return fstat(descriptor, &found) == 0 ? FileId{found.st_dev, found.st_ino} : FileId{};
+}
+
 SharedFile::SharedFile() {
   watch_forks();
   static std::once_flag once;

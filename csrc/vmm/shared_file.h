@@ -9,11 +9,20 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "base/calls.h"
 
 namespace vtensor {
+
+// Which file it is, whatever its descriptor.
+struct FileId {
+  std::uint64_t device = 0, inode = 0;
+  friend bool operator==(const FileId&, const FileId&) = default;
+};
+// All zeros if the descriptor is of no file.
+FileId id_of(int descriptor);
 
 class SharedFile {
  public:

@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "base/align.h"
+#include "vmm/shared_file.h"
 
 namespace vtensor::shared {
 
@@ -38,14 +39,6 @@ struct alignas(64) Place {
   Word held;  // 0: the reader may read any page
 };
 
-// Which file the pages of a range lie in.
-struct Memory {
-  std::uint64_t device = 0, inode = 0;
-  friend bool operator==(const Memory&, const Memory&) = default;
-};
-// Closes the descriptor.
-Memory memory_behind(int descriptor);
-
 enum class State : std::uint64_t { open, asleep, closed };
 
 // Pages [first, end) of the range changed.
@@ -59,7 +52,7 @@ struct Header {
   std::uint32_t words;      // their number
   std::uint64_t pages;      // of the range
   std::uint64_t page_size;  // bytes
-  Memory memory;
+  FileId memory;            // the file in which the pages lie
   alignas(64) Word table_version;
   Word words_version;
   Word state;

@@ -1,47 +1,46 @@
 #include "vmm/shared_range.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <limits>
 #include <utility>
 
+#include "base/descriptor.h"
 #include "base/system_errors.h"
 
 namespace vtensor {
 
 using shared::State;
 
+namespace {
+
+constexpr char kRemedy[] = "close files or raise the limit on them (ulimit -n), and free memory";
+
+}  // namespace
+
 // -- one range
 
 SharedRange::SharedRange(SharedRanges& all, const char* operation, Address base,
                          shared::Sizes sizes)
     : all_(all), base_(base), sizes_(sizes) {
-  const shared::Memory memory = shared::memory_behind(all_.driver_.open_memory(operation));
+  const Descriptor memory(all_.driver_.open_memory(operation));
   CallMeter& meter = all_.driver_.meter();
-  const auto require = [&](Call call, int injected, const char* what, const auto& done) {
-    const int error = meter.enter(call) ? injected : (done() ? 0 : errno);
-    if (error != 0) {
-      throw refused(operation, call, error, what,
-                    "close files or raise the limit on them (ulimit -n), and free memory");
-    }
-  };
   const std::size_t bytes = sizes_.file();
-  require(Call::memfd_create, EMFILE, "the memfd that readers see a range by",
-          [&] { return file_.make("vtensor-shared", bytes); });
-  require(Call::mmap, ENOMEM, "mapping that memfd", [&] { return file_.map(bytes, bytes); });
-  require(Call::fcntl, ENOLCK, "locking that memfd",
-          [&] { return file_.try_lock(nullptr, shared::kWriterLife) == 0; });
+  make_call(meter, operation, Call::memfd_create, EMFILE, "the memfd that readers see a range by",
+            kRemedy, [&] { return file_.make("vtensor-shared", bytes); });
+  make_call(meter, operation, Call::mmap, ENOMEM, "mapping that memfd", kRemedy,
+            [&] { return file_.map(bytes, bytes); });
+  if (const int error = file_.try_lock(&meter, shared::kWriterLife))
+    throw refused(operation, Call::fcntl, error, "locking that memfd", kRemedy);
   parts_ = {file_.at(), sizes_};
   shared::Header& header = parts_.header();
   header.layout = shared::kLayout;
   header.words = static_cast<std::uint32_t>(sizes_.words);
   header.pages = sizes_.pages;
   header.page_size = all_.driver_.traits().page_size;
-  header.memory = memory;
+  header.memory = id_of(memory.get());
   header.table_version = header.words_version = version_;
   header.magic = shared::kMagic;
 }
@@ -56,9 +55,7 @@ void SharedRange::change(std::size_t n, std::uint64_t entry) noexcept {
   }
   // Release: no reader sees an entry before the version that is odd.
   parts_.entry(n).store(entry, std::memory_order_release);
-  changed_ = changed_.empty()
-                 ? Interval{n, n + 1}
-                 : Interval{std::min(changed_.begin, n), std::max(changed_.end, n + 1)};
+  changed_ = hull(changed_, {n, n + 1});
 }
 
 void SharedRange::came(std::size_t n, const Page* page) noexcept { change(n, page->handle + 1); }
@@ -85,7 +82,8 @@ void SharedRange::publish() noexcept {
   change.end.store(changed_.end, std::memory_order_release);
   if (header.end.load(std::memory_order_relaxed) < changed_.end)
     header.end.store(changed_.end, std::memory_order_release);
-  // Before `oldest_held` looks: a reader that it does not see yet sees this version.
+  // Before `oldest_held` looks: a reader that it does not see yet sees this
+  // version.
   header.table_version.store(version_, std::memory_order_seq_cst);
   changed_ = {};
   changing_ = false;
@@ -106,30 +104,35 @@ void SharedRange::set_state(State state) noexcept {
   parts_.header().state.store(static_cast<std::uint64_t>(state), std::memory_order_seq_cst);
 }
 
+template <typename Visit>
+void SharedRange::each_reader(Visit visit) const {
+  // Most often none lives: one question for all of them.
+  if (!file_.is_locked(shared::kReaderLives, shared::kMostReaders)) return;
+  for (std::size_t i = 0; i < shared::kMostReaders; ++i) {
+    if (file_.is_locked(shared::kReaderLives + static_cast<off_t>(i), 1)) visit(parts_.place(i));
+  }
+}
+
 std::size_t SharedRange::readers() const {
-  if (!file_.is_locked(shared::kReaderLives, shared::kMostReaders)) return 0;
   std::size_t living = 0;
-  for (std::size_t i = 0; i < shared::kMostReaders; ++i)
-    living += file_.is_locked(shared::kReaderLives + static_cast<off_t>(i), 1);
+  each_reader([&living](const shared::Place&) { ++living; });
   return living;
 }
 
 std::uint64_t SharedRange::oldest_held() const {
   std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
-  if (!file_.is_locked(shared::kReaderLives, shared::kMostReaders)) return oldest;
-  for (std::size_t i = 0; i < shared::kMostReaders; ++i) {
-    if (!file_.is_locked(shared::kReaderLives + static_cast<off_t>(i), 1)) continue;
-    oldest = std::min(oldest, parts_.place(i).held.load(std::memory_order_seq_cst));
-  }
+  each_reader([&oldest](const shared::Place& place) {
+    oldest = std::min(oldest, place.held.load(std::memory_order_seq_cst));
+  });
   return oldest;
 }
 
 int SharedRange::open_for_reader(const char* operation) const {
   SharedFile file;
-  if (all_.driver_.meter().enter(Call::open) || !file.reopen(file_.descriptor(), O_RDWR)) {
-    throw refused(operation, Call::open, errno, "opening the memfd of a shared range anew",
-                  "mount /proc, and raise the limit on descriptors (ulimit -n)");
-  }
+  make_call(all_.driver_.meter(), operation, Call::open, EMFILE,
+            "opening the memfd of a shared range anew",
+            "mount /proc, and raise the limit on descriptors (ulimit -n)",
+            [&] { return file.reopen(file_.descriptor(), O_RDWR); });
   return file.release();
 }
 

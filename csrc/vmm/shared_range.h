@@ -64,6 +64,9 @@ class SharedRange {
   }
   void change(std::size_t n, std::uint64_t entry) noexcept VT_LOCKED;
   void publish() noexcept VT_LOCKED;
+  // Calls visit(place) for the living readers.
+  template <typename Visit>
+  void each_reader(Visit visit) const;
   // The oldest version that a living reader holds.
   std::uint64_t oldest_held() const;
 

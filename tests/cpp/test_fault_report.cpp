@@ -348,7 +348,7 @@ TEST_CASE("memory of a device, a forked process and a lack of memory are named")
   CHECK(contains(device.said, "vtensor: the memory is a CUDA device's"));
   const Ended forked = child([](int to) {
     explain(to);
-    in_forked_child = true;
+    fork_depth = 1;
     poke();
   });
   CHECK(forked.status == -SIGSEGV);

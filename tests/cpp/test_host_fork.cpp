@@ -131,7 +131,7 @@ TEST_CASE_FIXTURE(HostFixture, "a grandchild has no more") {
 
 TEST_CASE_FIXTURE(HostFixture, "a driver made after the fork is the child's own") {
   CHECK(in_child([&] {
-          in_forked_child = false;  // as in a process that was not forked
+          fork_depth = 0;  // as in a process that was not forked
           const auto own = make_host_driver({.page_size = kPage});
           const Address range = own->reserve(1);
           map_run(*own, range, {{own->create(1)}}, Access::writable);
@@ -143,7 +143,7 @@ TEST_CASE_FIXTURE(HostFixture, "a driver made after the fork is the child's own"
 TEST_CASE_FIXTURE(HostFixture, "a child from which the memory cannot be taken ends") {
   if (under_qemu("refuses filters of system calls")) return;
   CHECK(in_child([&] {
-          in_forked_child = false;
+          fork_depth = 0;
           const auto own = make_host_driver({.page_size = kPage});
           own->reserve(1);
           sock_filter no_mmap[] = {

@@ -294,7 +294,7 @@ TEST_CASE("too many addresses are refused") {
 TEST_CASE("a limit on addresses is named") {
   if (under_qemu("ignores RLIMIT_AS")) return;
   CHECK(in_child([] {
-          in_forked_child = false;  // stands in for a process that was started under ulimit -v
+          fork_depth = 0;  // stands in for a process that was started under ulimit -v
           const auto driver = make_host_driver({.page_size = kPage});
           set_limit(RLIMIT_AS, reserved_bytes_of_process() + (std::size_t{1} << 30));
           const Address range = driver->reserve(1000);
@@ -316,7 +316,7 @@ TEST_CASE("a limit on addresses is named") {
 
 TEST_CASE("a refused memfd is a DriverError with a remedy") {
   CHECK(in_child([] {
-          in_forked_child = false;
+          fork_depth = 0;
           set_limit(RLIMIT_NOFILE, 3);
           try {
             make_host_driver({.page_size = kPage});
@@ -330,7 +330,7 @@ TEST_CASE("a refused memfd is a DriverError with a remedy") {
 
 TEST_CASE("a limit on file sizes bounds the handles, and raises no signal") {
   CHECK(in_child([] {
-          in_forked_child = false;
+          fork_depth = 0;
           set_limit(RLIMIT_FSIZE, 10 * kPage + 5);
           const auto driver = make_host_driver({.page_size = kPage});
           const Handle h = driver->create(10);
@@ -347,7 +347,7 @@ TEST_CASE("a limit on file sizes bounds the handles, and raises no signal") {
           return 3;
         }) == 0);
   CHECK(in_child([] {
-          in_forked_child = false;
+          fork_depth = 0;
           set_limit(RLIMIT_FSIZE, kPage - 1);
           try {
             make_host_driver({.page_size = kPage});

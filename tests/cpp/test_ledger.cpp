@@ -90,7 +90,7 @@ class Process {
  public:
   explicit Process(const std::function<void()>& body) : id_(fork()) {
     if (id_ != 0) return;
-    in_forked_child = false;
+    fork_depth = 0;
     body();
     _exit(0);
   }

@@ -305,7 +305,7 @@ def test_a_killed_writer_leaves_what_was_synced(tmp_path, other):
         files = vtensor.tensor.TensorCore.open_for_readers(t._core, t)
         core = t._core
         with Client(sys.argv[1], "AF_UNIX", authkey=b"x") as pipe:
-            pipe.send((core.row_bytes, core.phase))
+            pipe.send(core.phase)
             from multiprocessing.reduction import send_handle
             for descriptor in files[0]:
                 send_handle(pipe, descriptor, None)
@@ -319,7 +319,7 @@ def test_a_killed_writer_leaves_what_was_synced(tmp_path, other):
     with Listener(str(tmp_path / "socket"), "AF_UNIX", authkey=b"x") as listener:
         writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "socket")])
         with listener.accept() as pipe:
-            row_bytes, phase = pipe.recv()
+            phase = pipe.recv()
             files = [reduction.recv_handle(pipe) for _ in range(2)]
             core = _core.ReaderCore([tuple(files)], 2)
             core.sync()

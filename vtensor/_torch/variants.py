@@ -89,20 +89,21 @@ class ClosedVTensor(VTensor):
         raise Closed("[copy.deepcopy] the VTensor is closed")
 
 
-def _refuse_in_forked_child(
+def refuse_in_forked_child(
     cls: type[VTensor],
     func: Callable[..., Any],
     types: Any,
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> None:
+    """``__torch_function__`` of what a forked child has of its parent."""
     _core.refuse_in_forked_child(getattr(func, "__name__", str(func)))
 
 
 def _leave_to_parent() -> None:
     """Has every torch operation on a VTensor raise, in a process that was just forked (I13)."""
     for tensor_class in (VTensor, CopyOnWriteVTensor, AsleepVTensor, ClosedVTensor):
-        setattr(tensor_class, "__torch_function__", classmethod(_refuse_in_forked_child))  # noqa: B010
+        setattr(tensor_class, "__torch_function__", classmethod(refuse_in_forked_child))  # noqa: B010
 
 
 class _UnshareBeforeWrite(TorchDispatchMode):
