@@ -19,6 +19,7 @@ def simulated_cuda_pool(
     budget: int | None = None,
     zero: ZeroPolicy = "new_owner",
     device: int = 0,
+    shareable: bool = False,
     **options: Any,
 ) -> Pool:
     """Makes a pool whose CUDA driver calls a simulated libcuda over host memory.
@@ -27,7 +28,7 @@ def simulated_cuda_pool(
 
     Args:
         library: path of the simulated libcuda. Defaults to ``$VTENSOR_SIMCUDA``.
-        page_size, budget, zero, device: as for :class:`~vtensor.Pool`.
+        page_size, budget, zero, device, shareable: as for :class:`~vtensor.Pool`.
         options: as for :func:`vtensor.testing.host_pool`.
 
     Raises:
@@ -50,6 +51,7 @@ def simulated_cuda_pool(
         page_size=checked_page_size(page_size),
         library=os.fspath(library),
         memory_is_host_memory=True,
+        shareable=bool(shareable),
         options=pool_options(budget, zero, **options),
     )
     return Pool._over(core, torch.device("cuda", device))

@@ -60,6 +60,8 @@ class PoolStats:
         pages_cached: mapped pages that freed tensors left for the next one.
         pages_pinned: mapped pages that only views of older extents, or running work, still use.
         pages_orphaned: pinned pages that belong to no open tensor any more and go with their last view.
+        sharing: how pages go to readers in other processes: ``"file"`` (all at once, on the host), ``"fabric"``
+            (by CUDA fabric handles), ``"descriptors"`` (one a page, on CUDA), or ``"none"``.
         nbytes_mapped: ``pages_mapped`` in bytes.
         nbytes_held: bytes of used and spare pages, and of those beside the budget: what this pool counts in
             a shared budget.
@@ -96,6 +98,7 @@ class PoolStats:
     pages_cached: int
     pages_pinned: int
     pages_orphaned: int = field(repr=False)
+    sharing: str = field(repr=False)
     nbytes_mapped: int = field(repr=False)
     nbytes_held: int = field(repr=False)
     nbytes_held_by_others: int = field(repr=False)
@@ -143,7 +146,7 @@ class Pool(StaysHere):
         shareable: other processes can read what is in the pool, as ``vtensor.sharing`` says: a tensor is
             put in a queue of ``multiprocessing`` or ``torch.multiprocessing``. A process that gets one
             tensor of the pool can read all of its memory, so what is not for the same readers belongs in
-            another pool. On the host alone.
+            another pool. ``stats().sharing`` says how its pages go to another process.
 
     Raises:
         InvalidArgument: a page size, budget, name or policy that makes no sense, or a budget other than the
@@ -167,10 +170,6 @@ class Pool(StaysHere):
         shareable: bool = False,
     ) -> None:
         device = device_of("Pool", device)
-        if shareable and device.type != "cpu":
-            raise InvalidArgument(
-                f"[Pool] shareable is True for {device}: other processes read memory of the host alone"
-            )
         size = checked_page_size(page_size)
         options = pool_options(
             budget, zero, prefetch, cache, spare, device_reserve, shared_budget=shared_budget
@@ -185,7 +184,12 @@ class Pool(StaysHere):
                 index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
             device = torch.device("cuda", index)
             core = _core.cuda_pool(
-                index, page_size=size, library="", memory_is_host_memory=False, options=options
+                index,
+                page_size=size,
+                library="",
+                memory_is_host_memory=False,
+                shareable=bool(shareable),
+                options=options,
             )
         else:
             raise InvalidArgument(f"[Pool] device is {device}: vtensor has drivers for cpu and cuda")
@@ -297,6 +301,7 @@ class Pool(StaysHere):
             pages_cached=counts.cached,
             pages_pinned=counts.pinned,
             pages_orphaned=counts.orphaned,
+            sharing=self._core.sharing,
             nbytes_mapped=counts.mapped * size,
             nbytes_held=(counts.used + counts.spare) * size,
             nbytes_held_by_others=counts.held_elsewhere,

@@ -32,6 +32,7 @@ import torch
 from vtensor import _core
 from vtensor._base.arguments import of_type
 from vtensor._base.processes import StaysHere, keep_private
+from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
 from vtensor._torch.variants import AsleepVTensor, CopyOnWriteVTensor, refuse_in_forked_child
@@ -78,7 +79,7 @@ class _View:
         if self.offset % item or min(self.strides, default=0) < 0 or not inside:
             raise VTensorError("[reader] what was received does not fit its range: send it again")
         with without_modes():
-            return torch.empty(0, dtype=self.dtype).set_(  # type: ignore[call-overload, no-any-return]
+            return torch.empty(0, dtype=self.dtype, device=storages[self.range].device).set_(  # type: ignore[call-overload, no-any-return]
                 storages[self.range], self.offset // item, self.sizes, self.strides
             )
 
@@ -164,14 +165,20 @@ class Reader(VTensor):
 
     @property
     def nbytes_mapped(self) -> int:
-        return self._core.mapped(0) * self._core.page_size(0)
+        return self._core.mapped(0) * self._core.page_size
 
     @property
     def nbytes_reserved(self) -> int:
         return self._core.bytes(0)
 
-    def record_stream(self, stream: object) -> None:
-        """Does nothing, whatever ``stream`` is: on the host there is no work beside its callers'."""
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        """Work launched in ``stream`` reads the tensor: pages are unmapped after it, in :meth:`sync` and
+        :meth:`close`. The stream that is current at a :meth:`sync` counts without this. Nothing on the host.
+        """
+        handle = stream_handle("Reader.record_stream", stream)
+        if handle is None:
+            raise InvalidArgument("[Reader.record_stream] stream is None: name one")
+        ReaderCore.record_stream(self._core, handle)
 
     # -- the end
 
@@ -182,7 +189,7 @@ class Reader(VTensor):
         """
         self.__class__ = _ClosedReader
         with without_modes(), torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.set_(self, torch.UntypedStorage(0), 0, [0], [1])
+            torch.Tensor.set_(self, torch.UntypedStorage(0, device=self.device), 0, [0], [1])
         self.__dict__.pop("_whole", None)
         ReaderCore.close(self._core)
 
@@ -265,6 +272,10 @@ del _name
 # -- handing over
 
 
+# A simulated libcuda to read over, for tests; empty: the system's.
+cuda_library = ""
+
+
 class _Descriptor:
     """A descriptor on its way to another process, by multiprocessing's own means."""
 
@@ -285,25 +296,25 @@ class _Descriptor:
         return descriptor
 
 
-_Files = list[tuple[int, int]]
-_Sent = list[tuple[_Descriptor, _Descriptor]]
+_Files = tuple[int, list[int]]  # of the pool's memory, and of each range
+_Sent = list[_Descriptor]
 
 
 def _send(files: _Files) -> _Sent:
-    return [(_Descriptor(of_range), _Descriptor(of_memory)) for of_range, of_memory in files]
+    memory, ranges = files
+    return [_Descriptor(descriptor) for descriptor in (memory, *ranges)]
 
 
 def _receive(sent: _Sent, words: int) -> ReaderCore:
     received: list[int] = []
     try:
-        for pair in sent:
-            for part in pair:
-                received.append(part.receive())
+        for descriptor in sent:
+            received.append(descriptor.receive())
     except BaseException:
-        for descriptor in received:
-            os.close(descriptor)
+        for number in received:
+            os.close(number)
         raise
-    return ReaderCore(list(zip(received[::2], received[1::2], strict=True)), words)
+    return ReaderCore(received[0], received[1:], words, cuda_library)
 
 
 def _reduce(tensor: VTensor) -> Any:
@@ -319,7 +330,7 @@ def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:
     core = _receive(sent, 2)
     whole = view.over(core, [cast(torch.UntypedStorage, core.storage(0))])
     with without_modes():
-        reader = torch.empty(0, dtype=view.dtype).as_subclass(Reader)
+        reader = torch.empty(0, dtype=view.dtype, device=whole.device).as_subclass(Reader)
     reader._core, reader._whole, reader._grow_dim = core, whole, grow_dim
     reader._show(0, 0)
     _readers[id(reader)] = reader
@@ -469,11 +480,12 @@ def _reduce_module(shared: SharedModule) -> Any:
     module = shared._module
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     tensors = {name: tensor for name, tensor in named if tensor.numel()}
-    arenas = heap_of(module).core.open_for_readers([tensor.data_ptr() for tensor in tensors.values()])
-    sent = _send([files for _, _, files in arenas])
+    addresses = [tensor.data_ptr() for tensor in tensors.values()]
+    arenas, files = heap_of(module).core.open_for_readers(addresses)
+    sent = _send(files)
     views = {}
     for name, tensor in tensors.items():
-        for number, (base, nbytes, _) in enumerate(arenas):
+        for number, (base, nbytes) in enumerate(arenas):
             if base <= tensor.data_ptr() < base + nbytes:
                 views[name] = _View.of(tensor, number, base)
         if name not in views:

@@ -79,7 +79,7 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
   const std::size_t pages = ceil_div(bytes, page);
   std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages, words.noun), DeleteUnlessForked{});
   auto report = std::make_unique<ByteFaults>(bytes, words);
-  const Address base = pool->driver().reserve(pages, backed);
+  const Address base = arena->reserve(pages, backed);
   {
     PoolLock lock(pool);
     pool->reap();

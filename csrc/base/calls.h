@@ -20,10 +20,12 @@ namespace vtensor {
   X(pwrite)    /* page copies */                                               \
   X(pagemap)   /* search for private copies */
 
-// X(name): those that a shared budget makes besides mmap, fallocate and madvise.
+// X(name): those that shared budgets and readers make besides mmap, fallocate and madvise.
 #define VTENSOR_SHARED_CALLS(X) \
   X(open)                       \
-  X(fcntl) /* F_OFD_SETLK */
+  X(fcntl) /* F_OFD_SETLK */    \
+  X(socketpair)                 \
+  X(sendmsg)
 
 // X(documented name, symbol that libcuda exports)
 #define VTENSOR_CUDA_CALLS(X)                                             \
@@ -31,6 +33,7 @@ namespace vtensor {
   X(cuDeviceGetCount, cuDeviceGetCount)                                   \
   X(cuDeviceGet, cuDeviceGet)                                             \
   X(cuDeviceGetAttribute, cuDeviceGetAttribute)                           \
+  X(cuDeviceGetUuid, cuDeviceGetUuid_v2)                                  \
   X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)                   \
   X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2)              \
   X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity)         \
@@ -39,6 +42,8 @@ namespace vtensor {
   X(cuMemAddressFree, cuMemAddressFree)                                   \
   X(cuMemCreate, cuMemCreate)                                             \
   X(cuMemRelease, cuMemRelease)                                           \
+  X(cuMemExportToShareableHandle, cuMemExportToShareableHandle)           \
+  X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle)       \
   X(cuMemMap, cuMemMap)                                                   \
   X(cuMemUnmap, cuMemUnmap)                                               \
   X(cuMemSetAccess, cuMemSetAccess)                                       \

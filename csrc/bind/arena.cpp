@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -93,12 +94,10 @@ class ArenaCore {
     Generation* const generation = without_gil([&] { return arena_->publish(); });
     return TorchBridge::get().storage_over(generation, arena_->base(), arena_->bytes());
   }
-  std::vector<ReaderFiles::Pair> open_for_readers() {
+  ReaderFiles open_for_readers() {
     return run("Arena.share", {}, [](Arena& arena, const Caller& caller) {
       arena.share(caller.operation, 0);
-      ReaderFiles files;
-      files.add(caller.operation, arena);
-      return files.take();
+      return reader_files(caller.operation, std::array{&arena});
     });
   }
   void fall_asleep(SleepCore& sleep) {

@@ -5,7 +5,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -17,7 +16,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -119,9 +117,9 @@ class HeapCore {
     return without_gil([&] { return heap->counts(); });
   }
 
-  // The arenas in which these addresses lie: first byte, bytes and files of each.
-  using OpenArena = std::tuple<Address, std::size_t, ReaderFiles::Pair>;
-  std::vector<OpenArena> open_for_readers(const std::vector<Address>& addresses) {
+  // Of the arenas in which these addresses lie: first byte and bytes of each, and the files.
+  using OpenArenas = std::pair<std::vector<std::pair<Address, std::size_t>>, ReaderFiles>;
+  OpenArenas open_for_readers(const std::vector<Address>& addresses) {
     const std::shared_ptr<Heap> heap = open("share");
     return without_gil([&] {
       std::vector<std::shared_ptr<Arena>> arenas = heap->arenas();
@@ -130,17 +128,14 @@ class HeapCore {
           return address - arena->base() < arena->bytes();
         });
       });
-      ReaderFiles files;
+      if (arenas.empty()) throw InvalidArgument("[share] the module has no memory in this pool");
+      OpenArenas open;
       for (const std::shared_ptr<Arena>& arena : arenas) {
         arena->share("share", 0);
-        files.add("share", *arena);
+        open.first.emplace_back(arena->base(), arena->bytes());
       }
-      std::vector<OpenArena> all;
-      all.reserve(arenas.size());
-      const std::vector<ReaderFiles::Pair> taken = files.take();
-      for (const std::shared_ptr<Arena>& arena : arenas)
-        all.emplace_back(arena->base(), arena->bytes(), taken[all.size()]);
-      return all;
+      open.second = reader_files("share", arenas);
+      return open;
     });
   }
   void fall_asleep(SleepCore& sleep) {

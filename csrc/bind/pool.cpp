@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/errors.h"
@@ -44,6 +45,20 @@ nb::dict driver_calls(PagePool& pool) {
   calls["caller"] = of(ThreadRole::caller);
   calls["mapper"] = of(ThreadRole::mapper);
   return calls;
+}
+
+std::string_view name_of(ExportKind kind) {
+  switch (kind) {
+    case ExportKind::file:
+      return "file";
+    case ExportKind::descriptors:
+      return "descriptors";
+    case ExportKind::fabric:
+      return "fabric";
+    case ExportKind::none:
+      break;
+  }
+  return "none";
 }
 
 // The sentence that says why it is; none if it is not.
@@ -94,9 +109,10 @@ std::shared_ptr<PagePool> host_pool(std::size_t page_size, bool strict_holes, bo
 }
 
 std::shared_ptr<PagePool> cuda_pool(int device, std::size_t page_size, const std::string& library,
-                                    bool memory_is_host_memory, const PoolOptions& options) {
+                                    bool memory_is_host_memory, bool shareable,
+                                    const PoolOptions& options) {
   return in_pool("Pool", [&] {
-    CudaOptions cuda{.device = device, .page_size = page_size};
+    CudaOptions cuda{.device = device, .shareable = shareable, .page_size = page_size};
     if (!library.empty()) cuda.library = library;
     cuda.memory_is_host_memory = memory_is_host_memory;
     cuda.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(options.patience);
@@ -142,6 +158,8 @@ void bind_pool(nb::module_& module) {
       .def_prop_ro("kernel_copies_on_write",
                    [](PagePool& pool) { return pool.traits().kernel_copies_on_write; })
       .def_prop_ro("device", [](PagePool& pool) { return as_pair(pool.traits().device); })
+      .def_prop_ro("sharing",
+                   [](PagePool& pool) { return name_of(pool.traits().exports); })
       .def("counts", pool_method("Pool.stats", &PagePool::counts))
       .def("events", pool_method("Pool.stats", &PagePool::events))
       .def_prop_ro("broken", &broken)
@@ -199,7 +217,7 @@ void bind_pool(nb::module_& module) {
 
   module.def("host_pool", &host_pool, "page_size"_a, "strict_holes"_a, "shareable"_a, "options"_a);
   module.def("cuda_pool", &cuda_pool, "device"_a, "page_size"_a, "library"_a,
-             "memory_is_host_memory"_a, "options"_a);
+             "memory_is_host_memory"_a, "shareable"_a, "options"_a);
 }
 
 }  // namespace vtensor::bind

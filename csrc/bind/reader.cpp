@@ -1,12 +1,13 @@
 // What a process reads of another's shared ranges.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -24,93 +25,109 @@ namespace {
 
 // A forked child leaves the readers of its parent as they are.
 struct DeleteOwn {
-  void operator()(RangeReader* range) const {
-    if (!range->left_behind()) delete range;
+  void operator()(RangeReaders* readers) const {
+    if (!readers->left_behind()) delete readers;
   }
 };
 
-// The ranges of one object, which are synced together. Views keep their range.
+// The ranges of one object, which are synced together. Views keep all of them.
 class ReaderCore {
  public:
-  // `words`: how many the object's owner keeps, in the first range.
-  ReaderCore(const std::vector<std::pair<int, int>>& files, std::size_t words) {
-    std::vector<std::pair<Descriptor, Descriptor>> received;  // closed if one of them is refused
-    received.reserve(files.size());
-    for (const auto& [range, memory] : files) received.emplace_back(range, memory);
-    for (auto& [range, memory] : received) {
-      ranges_.emplace_back(new RangeReader(range.take(), memory.take(), words), DeleteOwn{});
-      pointers_.push_back(ranges_.back().get());
-      words = 0;
+  // `words`: how many the object's owner keeps, in the first range. The descriptors are closed in
+  // any case. `cuda_library`: unless empty, a simulated libcuda, whose memory is the host's.
+  ReaderCore(int memory, const std::vector<int>& files, std::size_t words,
+             const std::string& cuda_library) {
+    Descriptor own_memory(memory);
+    std::vector<Descriptor> own_files;
+    own_files.reserve(files.size());
+    for (const int file : files) own_files.emplace_back(file);
+    CudaOptions cuda;
+    if (!cuda_library.empty()) {
+      cuda.library = cuda_library;
+      cuda.memory_is_host_memory = true;
     }
+    readers_ = without_gil([&] {
+      return std::shared_ptr<RangeReaders>(
+          new RangeReaders(own_files, std::move(own_memory), words, cuda), DeleteOwn{});
+    });
   }
 
   bool sync() {
     const Operation operation(*this);
-    require_open();
+    RangeReaders& readers = open();
+    const Caller caller = operation.caller();
     // Of anything new it may have to wait for the writer.
-    return RangeReader::stale(pointers_) ? without_gil([&] { return RangeReader::sync(pointers_); })
-                                         : RangeReader::sync(pointers_);
+    return readers.stale() ? without_gil([&] { return readers.sync(caller); })
+                           : readers.sync(caller);
+  }
+  void record_stream(Stream stream) {
+    const Operation operation(*this);
+    WriterMemory& memory = open().memory();
+    memory.driver().require_own("reader", stream);
+    memory.note({"reader", stream, true});
   }
   nb::object storage(std::size_t i) {
-    const std::shared_ptr<RangeReader>& range = at(i);
-    return TorchBridge::get().storage_over(range, range->base(), range->bytes());
+    const RangeReader& range = open().at(i);
+    return TorchBridge::get().storage_over(readers_, device(), range.base(), bytes(i));
   }
   void close() {
     const Operation operation(*this);
-    pointers_.clear();
-    ranges_.clear();
+    // On a device the last one waits for what reads there.
+    std::shared_ptr<RangeReaders> last = std::move(readers_);
+    without_gil([&] { last.reset(); });
   }
-  bool closed() const { return ranges_.empty(); }
-  std::size_t ranges() const { return ranges_.size(); }
+  bool closed() const { return readers_ == nullptr; }
+  std::size_t ranges() const { return closed() ? 0 : readers_->size(); }
   std::vector<std::uint64_t> words() {
     const Operation operation(*this);
-    const std::span<const std::uint64_t> words = at(0)->words();
+    const std::span<const std::uint64_t> words = open().at(0).words();
     return {words.begin(), words.end()};
   }
+  std::size_t page_size() const { return open().memory().driver().traits().page_size; }
+  std::size_t bytes(std::size_t i) const { return open().at(i).pages() * page_size(); }
   std::size_t mapped(std::size_t i) {
     const Operation operation(*this);
-    return at(i)->mapped();
+    return open().at(i).mapped();
   }
   std::vector<PageRecord> pages(std::size_t i, std::size_t rows) {
     const Operation operation(*this);
-    const RangeReader& range = *at(i);
-    const std::size_t row_pages = range.bytes() / range.page_size() / rows;
+    const RangeReader& range = open().at(i);
+    const std::size_t row_pages = range.pages() / rows;
     std::vector<PageRecord> records;
-    for (std::size_t n = 0; n < range.bytes() / range.page_size(); ++n) {
+    for (std::size_t n = 0; n < range.pages(); ++n) {
       if (range.handle_at(n) < 0) continue;
-      records.push_back({n / row_pages, n % row_pages, range.base() + n * range.page_size(),
+      records.push_back({n / row_pages, n % row_pages, range.base() + n * page_size(),
                          range.handle_at(n), 1, "mapped"});
     }
     return records;
   }
-  const std::shared_ptr<RangeReader>& at(std::size_t i) const {
-    require_open();
-    return ranges_.at(i);
-  }
+  CallMeter& meter() const { return open().memory().driver().meter(); }
 
  private:
   // One at a time. Refused for what a forked child has of its parent.
   class Operation {
    public:
     explicit Operation(ReaderCore& core) : core_(core) {
-      if (!core.ranges_.empty() && core.ranges_.front()->left_behind())
-        refuse_in_forked_child("reader");
+      if (core.readers_ && core.readers_->left_behind()) refuse_in_forked_child("reader");
       core.mutex_.lock("reader");
     }
     ~Operation() { core_.mutex_.unlock(); }
     Operation(const Operation&) = delete;
     Operation& operator=(const Operation&) = delete;
 
+    Caller caller() const { return {"reader", TorchBridge::get().current_stream(core_.device())}; }
+
    private:
     ReaderCore& core_;
   };
 
-  void require_open() const {
+  Device device() const { return open().memory().driver().traits().device; }
+  RangeReaders& open() const {
     if (closed()) throw Closed("[reader] the reader is closed: receive the object again");
+    return *readers_;
   }
 
-  std::vector<std::shared_ptr<RangeReader>> ranges_;
-  std::vector<RangeReader*> pointers_;
+  std::shared_ptr<RangeReaders> readers_;
   OperationMutex mutex_{"reader"};
 };
 
@@ -118,22 +135,21 @@ class ReaderCore {
 
 void bind_reader(nb::module_& module) {
   nb::class_<ReaderCore>(module, "ReaderCore")
-      .def(nb::init<const std::vector<std::pair<int, int>>&, std::size_t>(), "files"_a, "words"_a)
+      .def(nb::init<int, const std::vector<int>&, std::size_t, const std::string&>(), "memory"_a,
+           "files"_a, "words"_a, "cuda_library"_a)
       .def("sync", &ReaderCore::sync)
       .def("storage", &ReaderCore::storage, "range"_a)
       .def("close", &ReaderCore::close)
       .def_prop_ro("closed", &ReaderCore::closed)
       .def_prop_ro("ranges", &ReaderCore::ranges)
       .def_prop_ro("words", &ReaderCore::words)
-      .def(
-          "page_size", [](ReaderCore& core, std::size_t i) { return core.at(i)->page_size(); },
-          "range"_a)
-      .def(
-          "bytes", [](ReaderCore& core, std::size_t i) { return core.at(i)->bytes(); }, "range"_a)
+      .def_prop_ro("page_size", &ReaderCore::page_size)
+      .def("bytes", &ReaderCore::bytes, "range"_a)
+      .def("record_stream", &ReaderCore::record_stream, "stream"_a)
       .def("mapped", &ReaderCore::mapped, "range"_a)
       .def("pages", &ReaderCore::pages, "range"_a, "rows"_a)
       .def("fail_after", [](ReaderCore& core, std::uint64_t skip, std::uint64_t refuse) {
-        core.at(0)->meter().fail_after(skip, refuse);
+        core.meter().fail_after(skip, refuse);
       });
 }
 

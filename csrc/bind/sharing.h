@@ -1,7 +1,6 @@
 // Descriptors by which another process reads what an object of this one has.
 #pragma once
 
-#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -10,27 +9,20 @@
 
 namespace vtensor::bind {
 
-// Of each range: its shared file, and the memory. Closed unless taken.
-class ReaderFiles {
- public:
-  using Pair = std::pair<int, int>;
+// Of the pool's memory, and of the shared file of each range.
+using ReaderFiles = std::pair<int, std::vector<int>>;
 
-  // Adds those of a range that is shared. Throws InvalidArgument if its pool is not shareable,
-  // DriverError.
-  void add(const char* operation, Client& client) {
-    Descriptor memory(client.pool()->driver().open_memory(operation));
-    Descriptor range(client.range().shared()->open_for_reader(operation));
-    files_.emplace_back(std::move(range), std::move(memory));
-  }
-  std::vector<Pair> take() {
-    std::vector<Pair> taken;
-    taken.reserve(files_.size());
-    for (auto& [range, memory] : files_) taken.emplace_back(range.take(), memory.take());
-    return taken;
-  }
-
- private:
-  std::vector<std::pair<Descriptor, Descriptor>> files_;
-};
+// Requires: `clients` have shared their ranges, and are of one pool. Throws DriverError.
+template <typename Clients>
+ReaderFiles reader_files(const char* operation, const Clients& clients) {
+  std::vector<Descriptor> ranges;
+  std::vector<int> taken;
+  for (const auto& client : clients)
+    ranges.emplace_back(client->range().shared()->open_for_reader(operation));
+  taken.reserve(ranges.size());
+  const int memory = clients.front()->pool()->open_for_readers(operation);
+  for (Descriptor& range : ranges) taken.push_back(range.take());
+  return {memory, std::move(taken)};
+}
 
 }  // namespace vtensor::bind

@@ -198,13 +198,10 @@ class CacheCore {
     return without_gil([&] { return wait_for(pool->driver(), copied, patience); });
   }
 
-  std::vector<ReaderFiles::Pair> open_for_readers() {
+  ReaderFiles open_for_readers() {
     const Operation op(*this, "KVCache.share");
     without_gil([&] { cache_->share(op.caller()); });
-    ReaderFiles files;
-    for (std::size_t group = 0; group < cache_->buffers().groups(); ++group)
-      files.add(op.caller().operation, *cache_->buffers().range(group));
-    return files.take();
+    return reader_files(op.caller().operation, cache_->buffers().ranges());
   }
   // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
   // Its views find their cache through `cache`, a weak reference. A broken pool's is readable too.

@@ -3,6 +3,7 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 #include <string>
@@ -598,7 +599,7 @@ void TensorCore::reserve(nb::handle self, nb::handle given) {
   }
 }
 
-std::vector<ReaderFiles::Pair> TensorCore::open_for_readers(nb::handle self) {
+ReaderFiles TensorCore::open_for_readers(nb::handle self) {
   const Operation operation(*this, "share", self);
   const char* const name = operation.caller().operation;
   without_gil([&] { buffer_->share(name, 2); });
@@ -606,9 +607,7 @@ std::vector<ReaderFiles::Pair> TensorCore::open_for_readers(nb::handle self) {
   // that.
   operation.with_memory([&] { Sharing(*buffer_, operation.caller()).unshare(positions_); });
   buffer_->show_positions();
-  ReaderFiles files;
-  files.add(name, *buffer_);
-  return files.take();
+  return reader_files(name, std::array{buffer_});
 }
 
 std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stream> stream) {

@@ -14,6 +14,7 @@
 #include "base/interval.h"
 #include "base/trace.h"
 #include "bind/operation.h"
+#include "bind/sharing.h"
 #include "bind/torch_storage.h"
 #include "tensor/buffer.h"
 
@@ -65,7 +66,7 @@ class TensorCore {
   void reallocate(nb::handle self, nb::handle moved, nb::handle capacity);
   // Descriptors by which another process reads the tensor: of its shared range and of the pool's
   // memory. The caller closes them.
-  std::vector<std::pair<int, int>> open_for_readers(nb::handle self);
+  ReaderFiles open_for_readers(nb::handle self);
   nb::object alias(nb::handle self);
   void close(nb::handle self, std::optional<Stream> stream);
   // Sets the tensor's class; `wake` once it is awake.

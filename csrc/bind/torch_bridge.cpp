@@ -243,9 +243,9 @@ nb::object TorchBridge::storage_over(Generation* generation, Address address, st
                     generation->client->pool()->traits().device, address, bytes);
 }
 
-nb::object TorchBridge::storage_over(std::shared_ptr<void> owner, Address address,
+nb::object TorchBridge::storage_over(std::shared_ptr<void> owner, Device device, Address address,
                                      std::size_t bytes) {
-  return storage_of(std::move(owner), Device{.type = 1, .index = 0}, address, bytes);
+  return storage_of(std::move(owner), device, address, bytes);
 }
 
 nb::object TorchBridge::detach(nb::handle tensor) {

@@ -64,7 +64,8 @@ class TorchBridge {
   // extent. The storage refuses to be shared with other processes.
   nb::object storage_over(Generation* generation, Address address, std::size_t bytes);
   // The same over memory of the host that `owner` keeps.
-  nb::object storage_over(std::shared_ptr<void> owner, Address address, std::size_t bytes);
+  nb::object storage_over(std::shared_ptr<void> owner, Device device, Address address,
+                          std::size_t bytes);
   nb::object empty_storage(nb::handle device);
   // The storage of `tensor`. All tensors over it share this Python object.
   nb::object storage(nb::handle tensor) { return call(untyped_storage_, {tensor.ptr()}); }

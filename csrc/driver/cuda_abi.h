@@ -140,6 +140,14 @@ struct CUmemAllocationProp {
   } allocFlags;
 };
 
+struct CUmemFabricHandle {
+  unsigned char data[64];
+};
+
+struct CUuuid {
+  char bytes[16];
+};
+
 struct CUmemAccessDesc {
   CUmemLocation location;
   CUmemAccess_flags flags;
@@ -158,6 +166,7 @@ using cuDeviceGetCount = CUresult(int* count);
 using cuDeviceGet = CUresult(CUdevice* device, int ordinal);
 using cuDeviceGetName = CUresult(char* name, int size, CUdevice device);
 using cuDeviceGetAttribute = CUresult(int* value, CUdevice_attribute attribute, CUdevice device);
+using cuDeviceGetUuid_v2 = CUresult(CUuuid* uuid, CUdevice device);
 using cuDevicePrimaryCtxRetain = CUresult(CUcontext* context, CUdevice device);
 using cuDevicePrimaryCtxRelease_v2 = CUresult(CUdevice device);
 using cuCtxGetCurrent = CUresult(CUcontext* context);
@@ -183,6 +192,12 @@ using cuMemSetAccess = CUresult(CUdeviceptr at, std::size_t size, const CUmemAcc
                                 std::size_t count);
 using cuMemGetAccess = CUresult(unsigned long long* access, const CUmemLocation* location,
                                 CUdeviceptr at);
+using cuMemExportToShareableHandle = CUresult(void* shareable, CUmemGenericAllocationHandle handle,
+                                              CUmemAllocationHandleType type,
+                                              unsigned long long flags);
+// `shareable`: a descriptor as a pointer, or a pointer to a CUmemFabricHandle.
+using cuMemImportFromShareableHandle = CUresult(CUmemGenericAllocationHandle* handle,
+                                                void* shareable, CUmemAllocationHandleType type);
 using cuMemRetainAllocationHandle = CUresult(CUmemGenericAllocationHandle* handle, void* at);
 using cuPointerGetAttribute = CUresult(void* value, CUpointer_attribute attribute, CUdeviceptr at);
 using cuMemsetD8_v2 = CUresult(CUdeviceptr at, unsigned char value, std::size_t size);

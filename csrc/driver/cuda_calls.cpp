@@ -27,7 +27,7 @@ void resolve(void* loaded, const std::string& library, const char* symbol, Funct
   function = reinterpret_cast<Function*>(dlsym(loaded, symbol));
   if (function == nullptr) {
     throw DriverError("dlsym", 0, "MISSING_SYMBOL", "[cuda] ", library, " has no ", symbol, " (",
-                      loader_message(), "): install an NVIDIA driver of CUDA 11.3 or newer");
+                      loader_message(), "): install an NVIDIA driver of CUDA 11.4 or newer");
   }
 }
 

@@ -40,8 +40,7 @@ struct CudaApi {
 
 class CudaCalls : public CudaApi {
  public:
-  CudaCalls(const std::string& library, int device, CallMeter& meter)
-      : CudaApi(library), device(device), meter_(meter) {}
+  CudaCalls(const std::string& library, CallMeter& meter) : CudaApi(library), meter_(meter) {}
 
   template <class Function, class... Args>
   CUresult call(const CudaEntry<Function>& entry, Args... args) {
@@ -84,7 +83,7 @@ class CudaCalls : public CudaApi {
   // be made, and DriverError if the context is in error or a stream of it is being captured.
   void synchronize(const char* operation, std::chrono::milliseconds timeout);
 
-  const int device;
+  int device = 0;  // its number in this process
   CUcontext context = nullptr;  // the device's primary one, which PyTorch uses too
 
  private:

@@ -1,9 +1,13 @@
 // Pages of an NVIDIA GPU: one cuMemCreate allocation a page, mapped with CUDA's virtual memory
 // management.
+#include <algorithm>
+#include <cstdint>
 #include <exception>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "base/align.h"
 #include "base/errors.h"
@@ -22,7 +26,7 @@ constexpr std::size_t kDefaultPageSize = std::size_t{2} << 20;
 class CudaDriver final : public Driver {
  public:
   explicit CudaDriver(const CudaOptions& options)
-      : cuda_(options.library, options.device, meter_) {}
+      : cuda_(options.library, meter_) {}
   ~CudaDriver() override;
 
   void open(const CudaOptions& options);
@@ -52,11 +56,8 @@ class CudaDriver final : public Driver {
   // No fault unshares pages here.
   void find_private_copies(Address, std::span<std::uint8_t>) override {}
   std::size_t free_memory() override;
-  int open_memory(const char* operation) override {
-    throw InvalidArgument("[", operation,
-                          "] memory of a CUDA device cannot be read by other processes yet: use a "
-                          "pool on the host, or send a copy, x.clone()");
-  }
+  ExportedPage export_page(Handle handle) override;
+  Handle import_page(const ExportedPage& page, ExportKind kind) override;
 
   void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override;
   FencePtr fence(Stream stream) override { return streams("driver.fence").fence(stream); }
@@ -87,7 +88,10 @@ class CudaDriver final : public Driver {
   void back_holes(std::span<const Address> pages);
   std::size_t granularity(CUmemAllocationGranularity_flags kind);
   int attribute(CUdevice_attribute which);
+  void find_device(const CudaOptions& options);
+  void choose_exports();
   void probe_rdma();
+  bool may_create();
   bool close();
 
   CudaCalls cuda_;
@@ -106,7 +110,6 @@ class CudaDriver final : public Driver {
 };
 
 void CudaDriver::open(const CudaOptions& options) {
-  traits_.device = {options.memory_is_host_memory ? 1 : 2, options.device};
   const CUresult started = cuda_.call(cuda_.cuInit, 0u);
   if (started == CUDA_ERROR_STUB_LIBRARY) {
     throw DriverError("cuInit", started, "CUDA_ERROR_STUB_LIBRARY",
@@ -122,16 +125,10 @@ void CudaDriver::open(const CudaOptions& options) {
                       "): check nvidia-smi and CUDA_VISIBLE_DEVICES, or use the CPU");
   }
   const RelaxedCapture relaxed(cuda_, "open");
-  int count = 0;
-  cuda_.require("open", cuda_.cuDeviceGetCount, &count);
-  if (options.device < 0 || options.device >= count) {
-    throw InvalidArgument("[Pool] device cuda:", options.device, " was asked for, there are ",
-                          count, " CUDA devices: name one of them, or check CUDA_VISIBLE_DEVICES");
-  }
-  cuda_.require("open", cuda_.cuDeviceGet, &device_, options.device);
+  find_device(options);
   if (!attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)) {
     throw DriverError("cuDeviceGetAttribute", CUDA_ERROR_NOT_SUPPORTED,
-                      cuda_.name_of(CUDA_ERROR_NOT_SUPPORTED), "[Pool] cuda:", options.device,
+                      cuda_.name_of(CUDA_ERROR_NOT_SUPPORTED), "[Pool] cuda:", cuda_.device,
                       " has no virtual memory management (some vGPU profiles turn it off): use "
                       "another device, or use the CPU");
   }
@@ -150,7 +147,7 @@ void CudaDriver::open(const CudaOptions& options) {
                           : ceil_div(kDefaultPageSize, recommended) * recommended;
   if (traits_.page_size % traits_.granularity != 0) {
     throw InvalidArgument("[Pool] a page size of ", traits_.page_size,
-                          " bytes was asked for, cuda:", options.device, " maps multiples of ",
+                          " bytes was asked for, cuda:", cuda_.device, " maps multiples of ",
                           traits_.granularity, " bytes: ask for one of these");
   }
 
@@ -168,28 +165,82 @@ void CudaDriver::open(const CudaOptions& options) {
   timeout_ = options.timeout;
   copies_.open(traits_.page_size, timeout_);
   probe_rdma();
+  if (options.shareable) choose_exports();
+}
+
+void CudaDriver::find_device(const CudaOptions& options) {
+  int count = 0;
+  cuda_.require("open", cuda_.cuDeviceGetCount, &count);
+  const bool by_uuid = options.uuid != DeviceUuid{};
+  cuda_.device = by_uuid ? 0 : options.device;
+  for (; cuda_.device >= 0 && cuda_.device < count; ++cuda_.device) {
+    cuda_.require("open", cuda_.cuDeviceGet, &device_, cuda_.device);
+    CUuuid uuid{};
+    cuda_.require("open", cuda_.cuDeviceGetUuid, &uuid, device_);
+    std::copy(std::begin(uuid.bytes), std::end(uuid.bytes), traits_.uuid.begin());
+    traits_.device = {options.memory_is_host_memory ? 1 : 2, cuda_.device};
+    if (!by_uuid || traits_.uuid == options.uuid) return;
+  }
+  if (by_uuid) {
+    throw InvalidArgument("[reader] the writer's GPU is none of the ", count,
+                          " CUDA devices of this process: check CUDA_VISIBLE_DEVICES");
+  }
+  throw InvalidArgument("[Pool] device cuda:", options.device, " was asked for, there are ", count,
+                        " CUDA devices: name one of them, or check CUDA_VISIBLE_DEVICES");
 }
 
 // Some machines have the attribute and refuse the flag all the same.
 void CudaDriver::probe_rdma() {
   if (properties_.allocFlags.gpuDirectRDMACapable == 0) return;
+  if (!may_create()) properties_.allocFlags.gpuDirectRDMACapable = 0;
+}
+
+// Fabric handles first: they take no descriptors. A device may have the attribute and refuse them
+// all the same, where no IMEX channel is set up.
+void CudaDriver::choose_exports() {
+  struct Choice {
+    ExportKind kind;
+    CUmemAllocationHandleType type;
+    CUdevice_attribute attribute;
+  };
+  static constexpr Choice kChoices[] = {
+      {ExportKind::fabric, CU_MEM_HANDLE_TYPE_FABRIC,
+       CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED},
+      {ExportKind::descriptors, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+       CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED},
+  };
+  for (const Choice& choice : kChoices) {
+    if (!attribute(choice.attribute)) continue;
+    properties_.requestedHandleTypes = choice.type;
+    if (traits_.page_size % granularity(CU_MEM_ALLOC_GRANULARITY_MINIMUM) != 0 || !may_create())
+      continue;
+    traits_.exports = choice.kind;
+    return;
+  }
+  throw InvalidArgument("[Pool] shareable=True was asked for, cuda:", cuda_.device,
+                        " makes no memory that other processes can read: use another device, or "
+                        "leave it out");
+}
+
+// False if the device refuses memory of these properties.
+bool CudaDriver::may_create() {
   Handle page = 0;
   try {
     page = create(1);
   } catch (const DeviceOutOfMemory&) {
-    return;  // not because of the flag
+    return true;  // not because of the properties
   } catch (const DriverError& refusal) {
     switch (refusal.code) {
       case CUDA_ERROR_INVALID_VALUE:
       case CUDA_ERROR_NOT_PERMITTED:
       case CUDA_ERROR_NOT_SUPPORTED:
-        properties_.allocFlags.gpuDirectRDMACapable = 0;
-        return;
-      default:  // not because of the flag
+        return false;
+      default:  // not because of the properties
         throw;
     }
   }
   destroy(page, 1);
+  return true;
 }
 
 CudaDriver::~CudaDriver() {
@@ -262,9 +313,51 @@ Handle CudaDriver::create(std::size_t) {
 void CudaDriver::destroy(Handle handle, std::size_t) {
   if (in_forked_child()) return;
   const RelaxedCapture relaxed(cuda_, "destroy");
-  cuda_.require_at("destroy", cuda_.cuMemRelease, 0, traits_.page_size, handle);
+  std::set<Handle>::node_type record;
+  {
+    const std::lock_guard lock(records_);
+    record = handles_.extract(handle);  // from here on it is not exported
+  }
+  const CUresult code = cuda_.call_at(cuda_.cuMemRelease, 0, traits_.page_size, handle);
+  if (code == CUDA_SUCCESS) return;
   const std::lock_guard lock(records_);
-  handles_.erase(handle);
+  handles_.insert(std::move(record));
+  cuda_.check("destroy", Call::cuMemRelease, code);
+}
+
+ExportedPage CudaDriver::export_page(Handle handle) {
+  refuse_in_forked_child("driver.export_page");
+  const RelaxedCapture relaxed(cuda_, "export_page");
+  const std::lock_guard lock(records_);
+  if (!handles_.contains(handle))
+    throw Error("[driver.export_page] page ", handle, " was asked for, which is no page any more");
+  ExportedPage page;
+  if (traits_.exports == ExportKind::fabric) {
+    cuda_.require_at("export_page", cuda_.cuMemExportToShareableHandle, 0, traits_.page_size,
+                     page.fabric.data(), handle, CU_MEM_HANDLE_TYPE_FABRIC, 0);
+  } else {
+    cuda_.require_at("export_page", cuda_.cuMemExportToShareableHandle, 0, traits_.page_size,
+                     &page.descriptor, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+  }
+  return page;
+}
+
+Handle CudaDriver::import_page(const ExportedPage& page, ExportKind kind) {
+  refuse_in_forked_child("driver.import_page");
+  const RelaxedCapture relaxed(cuda_, "import_page");
+  auto fabric = page.fabric;
+  const bool is_fabric = kind == ExportKind::fabric;
+  void* const name = is_fabric
+                         ? static_cast<void*>(fabric.data())
+                         : reinterpret_cast<void*>(static_cast<std::intptr_t>(page.descriptor));
+  CUmemGenericAllocationHandle handle = 0;
+  cuda_.require_at("import_page", cuda_.cuMemImportFromShareableHandle, 0, traits_.page_size,
+                   &handle, name,
+                   is_fabric ? CU_MEM_HANDLE_TYPE_FABRIC
+                             : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  const std::lock_guard lock(records_);
+  handles_.insert(handle);
+  return handle;
 }
 
 Address CudaDriver::reserve(std::size_t pages, Backed backed) {

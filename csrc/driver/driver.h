@@ -7,6 +7,7 @@
 // unmap, free_range and destroy, which destructors use, do nothing, and all others throw.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -58,6 +59,23 @@ struct Device {
   friend bool operator==(const Device&, const Device&) = default;
 };
 
+// How other processes get a driver's pages.
+enum class ExportKind : std::uint8_t {
+  none,
+  file,         // one file has all pages: handle h is the page at h * page_size
+  descriptors,  // a descriptor for each page
+  fabric,       // 64 bytes for each page
+};
+
+// What another process gets a page by. Who has it closes the descriptor.
+struct ExportedPage {
+  int descriptor = -1;
+  std::array<std::byte, 64> fabric{};
+};
+
+// Of a device, the same in every process; zeros for the host.
+using DeviceUuid = std::array<char, 16>;
+
 struct DriverTraits {
   std::string name;               // "host", "cuda"
   Device device;                  // what tensors over this memory report to DLPack
@@ -70,6 +88,8 @@ struct DriverTraits {
   bool kernel_copies_on_write = false;
   bool asynchronous = false;        // kernels run in streams, beside their callers
   bool remaps_in_one_step = false;  // remap never leaves a page unmapped, whatever is refused
+  ExportKind exports = ExportKind::none;
+  DeviceUuid uuid{};
 };
 
 // Of every `every` pages of a range, the first `first`; none by default.
@@ -138,10 +158,12 @@ class Driver {
   // Bytes of the device's memory that are free.
   virtual std::size_t free_memory() = 0;
 
-  // A new descriptor, for reading, of the file in which handle h is the page at h * page_size. The
-  // caller closes it. Throws InvalidArgument, in the name of `operation`, if other processes may
-  // not read this memory.
-  virtual int open_memory(const char* operation) = 0;
+  // Exports the page with this handle; of ExportKind::file the file, opened for reading, whatever
+  // the handle is. Throws Error if there is no such page, or no page is exported.
+  virtual ExportedPage export_page(Handle handle) = 0;
+  // A handle for a page that another process's driver exported as descriptors or fabric do. The
+  // descriptor stays the caller's. `destroy` gives the handle back, not the memory.
+  virtual Handle import_page(const ExportedPage& page, ExportKind kind) = 0;
 
   // Order between the work of streams and the core. On the host the calling threads do all work but
   // copies, so a fence of any other stream is null, which has passed.
@@ -177,8 +199,8 @@ struct HostOptions {
   std::size_t page_size = 0;  // 0: the default, 64 KiB
   bool strict_holes = false;  // unmapped addresses fault on reads too; for tests of over-reads
   bool shareable = false;     // other processes may read the memory
-  // What `open_memory` of another driver returned, if not -1: this one owns it, and reads what that
-  // one maps. It makes no handles and writes to none.
+  // The file that another driver exported, if not -1: this one owns it, and reads what that one
+  // maps. It makes no handles and writes to none.
   int memory = -1;
 };
 std::unique_ptr<Driver> make_host_driver(const HostOptions& options);
@@ -187,6 +209,8 @@ std::size_t free_host_memory();
 
 struct CudaOptions {
   int device = 0;
+  DeviceUuid uuid{};                     // unless zeros: the device with it, whatever its number
+  bool shareable = false;                // other processes may read the memory
   std::size_t page_size = 0;             // 0: the device's recommended granularity, at least 2 MiB
   std::string library = "libcuda.so.1";  // loaded now, not at import
   bool memory_is_host_memory = false;    // a simulated libcuda: tensors are CPU tensors

@@ -82,12 +82,10 @@ class HostDriver final : public Driver {
   HostDriver(const HostOptions& options, MapLimit& limit)
       : hole_protection_(options.strict_holes ? PROT_NONE : PROT_READ),
         page_protection_(options.memory < 0 ? PROT_READ | PROT_WRITE : PROT_READ),
-        shareable_(options.shareable),
         limit_(limit) {
     if (options.memory < 0) refuse_in_forked_child("host driver");
     const std::size_t granularity = granularity_of_kernel();
     page_size_ = checked_page_size(options.page_size, granularity);
-    options.memory < 0 ? open_memfd() : void(state_.memfd = options.memory);
     traits_ = {.name = "host",
                .device = {.type = 1, .index = 0},
                .page_size = page_size_,
@@ -96,7 +94,9 @@ class HostDriver final : public Driver {
                .adjacent_handles = true,
                .created_zero = true,
                .kernel_copies_on_write = true,
-               .remaps_in_one_step = true};
+               .remaps_in_one_step = true,
+               .exports = options.shareable ? ExportKind::file : ExportKind::none};
+    options.memory < 0 ? open_memfd() : void(state_.memfd = options.memory);
     copy_stream_ = kCopyStream;
   }
 
@@ -252,23 +252,20 @@ class HostDriver final : public Driver {
 
   std::size_t free_memory() override { return free_host_memory(); }
 
-  int open_memory(const char* operation) override {
-    refuse_if_left(operation);
-    if (!shareable_) {
-      throw InvalidArgument(
-          "[", operation,
-          "] only memory of a shareable pool can be read by other processes: make "
-          "the pool with Pool(shareable=True), or send a copy, x.clone()");
-    }
-    int opened = -1;
+  ExportedPage export_page(Handle) override {
+    refuse_if_left("host export_page");
+    ExportedPage memory;
     const Refusal refusal = call(Call::open, 0, 0, [&] {
-      opened = open(text("/proc/self/fd/", state_.memfd).c_str(), O_RDONLY | O_CLOEXEC);
-      return opened >= 0;
+      memory.descriptor = open(text("/proc/self/fd/", state_.memfd).c_str(), O_RDONLY | O_CLOEXEC);
+      return memory.descriptor >= 0;
     });
-    if (!refusal) return opened;
-    throw refused(operation, Call::open, refusal.injected ? EMFILE : refusal.error,
+    if (!refusal) return memory;
+    throw refused("host export_page", Call::open, refusal.injected ? EMFILE : refusal.error,
                   "opening the memfd of the pool anew",
                   "mount /proc, and raise the limit on descriptors (ulimit -n)");
+  }
+  Handle import_page(const ExportedPage&, ExportKind) override {
+    throw Error("[host import_page] memory of the host is read through a file of all its pages");
   }
 
   void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override {
@@ -365,7 +362,7 @@ class HostDriver final : public Driver {
       if (ftruncate(state_.memfd, static_cast<off_t>(handles_ * page_size_)) == 0) break;
     }
     // So that no reader's mapping ever lies past its end.
-    if (shareable_) fcntl(state_.memfd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
+    if (traits_.exports == ExportKind::file) fcntl(state_.memfd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
   }
 
   std::string count_of(std::size_t pages) const {
@@ -488,7 +485,6 @@ class HostDriver final : public Driver {
 
   const std::uint32_t fork_depth_ = fork_depth.load(std::memory_order_relaxed);  // when it was made
   const int hole_protection_, page_protection_;
-  const bool shareable_;
   MapLimit& limit_;
   std::size_t page_size_ = 0;
   std::uint64_t handles_ = 0;  // in the memfd

@@ -32,6 +32,7 @@ class SlotBuffers {
   const RowGroup& group(std::size_t group) const { return shape_.row_groups[group]; }
   // The buffer whose range a row group's rows lie in: row r of slot s is its row r * slots + s.
   const std::shared_ptr<Buffer>& range(std::size_t group) const { return ranges_[group]; }
+  const Buffers& ranges() const { return ranges_; }
   // A slot's buffers; null until the slot is first used.
   const Buffers& of(std::size_t slot) const { return slots_[slot].buffers; }
   Buffer& at(std::size_t slot, std::size_t group) const { return *slots_[slot].buffers[group]; }

@@ -40,6 +40,11 @@ Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
       work_(driver_),
       words_(words) {}
 
+Address Client::reserve(std::size_t pages, Backed backed) {
+  backed_ = backed;
+  return driver_.reserve(pages, backed);
+}
+
 std::uint64_t Client::join(Address base, std::unique_ptr<faults::Range> report,
                            const Caller& caller) {
   reserved_ = true;
@@ -61,7 +66,7 @@ void Client::share(const char* operation, std::size_t words) {
   if (range_.shared()) return;
   raise_if_asleep();
   range_.show_in(
-      pool_->shared().add(operation, range_.base(), range_.bytes() / range_.page_size(), words));
+      pool_->shared().add(operation, range_.base(), range_.bytes() / range_.page_size(), words, backed_));
 }
 
 void Client::abandon() noexcept {

@@ -166,6 +166,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // Fences after all work launched so far that may use its pages; whether a lease announces more
   // work.
   std::vector<FencePtr> fences() const VT_LOCKED;
+  void add_work_to(PendingWork& all) const VT_LOCKED { all.add(work_, ready_after_); }
   bool leased() const VT_LOCKED;
   // The client woke without its contents: each page counts as a new arrival that shows zeros.
   virtual void lose_contents() noexcept VT_LOCKED {}
@@ -196,6 +197,8 @@ class Client : public std::enable_shared_from_this<Client> {
   Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages,
          const Words& words);
 
+  // As Driver::reserve.
+  Address reserve(std::size_t pages, Backed backed);
   // Joins the pool with the addresses reserved for its rows. Returns its id, which owns the pages.
   // `report`: what reports of faults say of them.
   std::uint64_t join(Address base, std::unique_ptr<faults::Range> report, const Caller& caller)
@@ -226,6 +229,7 @@ class Client : public std::enable_shared_from_this<Client> {
   Driver& driver_;
   const RowShape shape_;
   Reservation range_;
+  Backed backed_;                     // as its range was reserved
   faults::Known known_;               // its range in reports of faults; null if it is placed
   bool owned_ VT_GUARDED = true;      // the owner has not left
   bool reserved_ VT_GUARDED = false;  // the range is not freed yet

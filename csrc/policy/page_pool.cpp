@@ -17,6 +17,8 @@
 #include "policy/client.h"
 #include "policy/make_room.h"
 #include "vmm/copy_on_write.h"
+#include "vmm/pending_work.h"
+#include "vmm/wait.h"
 
 namespace vtensor {
 
@@ -111,6 +113,30 @@ PagePool::~PagePool() {
   } catch (...) {
     // the driver's own end gives back what it refused here
   }
+}
+
+int PagePool::open_for_readers(const char* operation) {
+  if (traits().exports == ExportKind::file) return driver_->export_page(0).descriptor;
+  const PoolLock lock(shared_from_this());
+  if (!sender_) sender_ = std::make_unique<PageSender>(operation, shared_from_this());
+  return sender_->connect(operation, *this);
+}
+
+void PagePool::export_pages(const PageMessage& asked, PageMessage& answer) {
+  PendingWork work(*driver_);
+  {
+    const PoolLock lock(shared_from_this());
+    if (!(asked.memory == shared_.memory()))
+      throw InvalidArgument("[reader] pages of another pool were asked for");
+    store_.raise_if_broken();
+    for (const Client* client : clients_) client->add_work_to(work);
+  }
+  for (const FencePtr& fence : work.fences()) {
+    if (!wait_for(*driver_, fence, options_.patience))
+      throw TimedOut("reader", options_.patience, "work that the writer launched has not ended");
+  }
+  answer.kind = traits().exports;
+  for (const Handle handle : asked.handles) answer.pages.push_back(driver_->export_page(handle));
 }
 
 std::uint64_t PagePool::add(Client* client) {

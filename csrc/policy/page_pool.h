@@ -23,9 +23,11 @@
 #include "policy/client_list.h"
 #include "policy/generation.h"
 #include "policy/mapper.h"
+#include "policy/page_sender.h"
 #include "policy/wanting_clients.h"
 #include "vmm/caller.h"
 #include "vmm/ledger.h"
+#include "vmm/page_socket.h"
 #include "vmm/page_store.h"
 #include "vmm/pool_lock.h"
 #include "vmm/pool_options.h"
@@ -122,6 +124,16 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // once all pages that wait for fences are unmapped.
   void retire() noexcept;
   bool retired() const { return retired_.load(std::memory_order_relaxed); }
+
+  // -- for readers in other processes
+
+  // A descriptor by which another process gets the pages of the ranges that are shared: the file
+  // they lie in, or a socket on which it asks for them (vmm/page_socket.h). The caller closes it.
+  // Requires: a range is shared. Throws DriverError.
+  int open_for_readers(const char* operation);
+  // Answers such a question, once the work launched so far has ended. Throws what the driver
+  // refuses, and TimedOut.
+  void export_pages(const PageMessage& asked, PageMessage& answer);
 
   // -- clients
 
@@ -234,6 +246,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
   EndedList ended_;
   Mapper mapper_;
+  std::unique_ptr<PageSender> sender_ VT_GUARDED;  // null until a reader needs it
 };
 
 }  // namespace vtensor

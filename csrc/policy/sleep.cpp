@@ -335,6 +335,7 @@ void WakeUp::finish(std::span<const std::uint64_t> restored) {
     throw;
   }
   pool_->store().woken(pages_);
+  for (const SleepRun& run : runs_) run.client->range().show(run.pages);  // with their new handles
   for (const std::shared_ptr<Client>& client : held_.all()) {
     if (std::find(restored.begin(), restored.end(), client->asleep.load()) == restored.end())
       client->lose_contents();

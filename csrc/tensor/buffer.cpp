@@ -61,7 +61,7 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
     report = std::move(row_faults);
   }
   const Address base =
-      pool->driver().reserve(*pages, {.first = backed_pages, .every = backed_rows * row_pages});
+      buffer->reserve(*pages, {.first = backed_pages, .every = backed_rows * row_pages});
   PoolLock lock(pool);
   pool->reap();
   buffer->join(base, std::move(report), caller);

@@ -61,6 +61,14 @@ void PendingWork::end_lease(const Caller& caller, FencePtr after) {
   if (leased != leased_.end()) leased_.erase(leased);
 }
 
+void PendingWork::add(const PendingWork& other, const std::vector<FencePtr>& after) {
+  for (const std::vector<Stream>* streams : {&other.streams_, &other.leased_}) {
+    for (const Stream stream : *streams) note(stream);
+  }
+  for (const std::vector<FencePtr>* fences : {&other.after_, &after})
+    after_.insert(after_.end(), fences->begin(), fences->end());
+}
+
 std::vector<FencePtr> PendingWork::fences() const {
   std::vector<FencePtr> fences = after_;
   for (const std::vector<Stream>* streams : {&streams_, &leased_}) {

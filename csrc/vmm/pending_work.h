@@ -31,6 +31,8 @@ class PendingWork {
   // device is asynchronous.
   void begin_lease(const Caller& caller);
   void end_lease(const Caller& caller, FencePtr after);
+  // Adds other work, and fences.
+  void add(const PendingWork& other, const std::vector<FencePtr>& after);
   // Fences after all work launched so far.
   std::vector<FencePtr> fences() const;
   void clear();

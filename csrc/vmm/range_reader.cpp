@@ -27,17 +27,6 @@ constexpr char kRemedy[] =
 constexpr std::chrono::seconds kPatience{1};
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 47;
 
-// Whether it is a memfd that never gets shorter, so that no access to a mapping of it is SIGBUS.
-bool keeps_size(const Descriptor& file) {
-  const int seals = fcntl(file.get(), F_GET_SEALS);
-  return seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
-}
-
-std::uint64_t size_of(const Descriptor& file) {
-  struct stat found{};
-  return fstat(file.get(), &found) == 0 ? static_cast<std::uint64_t>(found.st_size) : 0;
-}
-
 class ReaderFaults final : public faults::Range {
  public:
   void name(faults::Text& text, std::uintptr_t at) const noexcept override {
@@ -49,54 +38,49 @@ class ReaderFaults final : public faults::Range {
   }
 };
 
-[[noreturn]] void refuse_files(const char* why) {
-  throw InvalidArgument("[", kOperation, "] what was received cannot be read: ", why,
-                        ": send the object of a shareable pool again, with the same release of "
-                        "vtensor in both processes");
-}
-
 }  // namespace
 
-RangeReader::RangeReader(int range, int memory, std::size_t words) {
-  const Descriptor own_range(range);
-  Descriptor own_memory(memory);
-  shared::Header header{};
-  if (!keeps_size(own_range) ||
-      pread(own_range.get(), static_cast<void*>(&header), sizeof header, shared::Sizes::kHeader) !=
-          sizeof header ||
-      header.magic != shared::kMagic)
-    refuse_files("it is not the memfd of a shared range");
-  if (header.layout != shared::kLayout) refuse_files("it has the layout of another release");
-  const shared::Sizes sizes{.words = header.words, .pages = header.pages};
-  if (header.words != words || header.page_size < 4096 || !is_power_of_two(header.page_size) ||
-      header.pages == 0 || header.pages > kMostBytes / header.page_size ||
-      size_of(own_range) != sizes.file())
-    refuse_files("its sizes do not fit");
-  if (!keeps_size(own_memory) || header.memory != id_of(own_memory.get()))
-    refuse_files("the second file is not the memory that the first one tells of");
-  page_size_ = header.page_size;
-  memory_pages_ = size_of(own_memory) / page_size_;
+shared::Facts RangeReader::checked(const Descriptor& file, std::size_t words) {
+  shared::Facts facts{};
+  if (!keeps_size(file) || pread(file.get(), static_cast<void*>(&facts), sizeof facts,
+                                 shared::Sizes::kHeader) != sizeof facts ||
+      facts.magic != shared::kMagic)
+    refuse_received("it is not the memfd of a shared range");
+  if (facts.layout != shared::kLayout) refuse_received("it has the layout of another release");
+  const bool known = facts.exports == ExportKind::file ||
+                     facts.exports == ExportKind::descriptors ||
+                     facts.exports == ExportKind::fabric;
+  if (!known || facts.words != words || facts.page_size < 4096 ||
+      !is_power_of_two(facts.page_size) || facts.pages == 0 ||
+      facts.pages > kMostBytes / facts.page_size || facts.backed.every == 0 ||
+      facts.backed.first > facts.backed.every ||
+      size_of(file) != shared::Sizes{.words = facts.words, .pages = facts.pages}.file())
+    refuse_received("its sizes do not fit");
+  return facts;
+}
 
-  driver_ = make_host_driver({.page_size = page_size_, .memory = own_memory.take()});
-  CallMeter& meter = driver_->meter();
+RangeReader::RangeReader(const Descriptor& file, const shared::Facts& facts,
+                         WriterMemory& memory)
+    : memory_(memory) {
+  const shared::Sizes sizes{.words = facts.words, .pages = facts.pages};
+  CallMeter& meter = memory_.driver().meter();
   // Locks are of an open file, and the one that was received may be another reader's too.
   make_call(meter, kOperation, Call::open, EMFILE, "opening the memfd of a shared range anew",
-            kRemedy, [&] { return file_.reopen(own_range.get(), O_RDWR); });
+            kRemedy, [&] { return file_.reopen(file.get(), O_RDWR); });
   make_call(meter, kOperation, Call::mmap, ENOMEM, "mapping that memfd", kRemedy,
             [&] { return file_.map(sizes.file(), shared::kMostReaders * sizeof(shared::Place)); });
   parts_ = {file_.at(), sizes};
   take_place();
-  base_ = driver_->reserve(sizes.pages);
-  known_ = faults::know(std::make_unique<ReaderFaults>(), base_, bytes(), false);
-  words_.resize(words);
+  base_ = memory_.driver().reserve(sizes.pages, facts.backed);
+  known_ = faults::know(std::make_unique<ReaderFaults>(), base_, sizes.pages * facts.page_size,
+                        !memory_.driver().traits().device.on_host());
+  words_.resize(facts.words);
 }
-
-RangeReader::~RangeReader() = default;
 
 void RangeReader::take_place() {
   for (; place_ < shared::kMostReaders; ++place_) {
     const int error =
-        file_.try_lock(&driver_->meter(), shared::kReaderLives + static_cast<off_t>(place_));
+        file_.try_lock(&memory_.driver().meter(), shared::kReaderLives + static_cast<off_t>(place_));
     if (error == EAGAIN || error == EACCES) continue;
     if (error != 0)
       throw refused(kOperation, Call::fcntl, error, "locking a reader's place",
@@ -192,72 +176,88 @@ void RangeReader::read_table() {
   parts_.place(place_).held.store(version, std::memory_order_seq_cst);
 }
 
+// The entry of a page whose mapping has just changed.
+void RangeReader::enter(std::size_t n, Entry entry) noexcept {
+  Entry& entered = entries_.reserved(n);
+  if (entry != 0) memory_.add(entry - 1);
+  if (entered != 0) memory_.drop(entered - 1);
+  mapped_ += static_cast<std::size_t>(entry != 0) - static_cast<std::size_t>(entered != 0);
+  entered = entry;
+}
+
 void RangeReader::show(std::span<const Interval> changed, std::span<const Entry> entries) {
-  if (std::any_of(entries.begin(), entries.end(),
-                  [this](Entry entry) { return entry > memory_pages_; }))
-    refuse_files("an entry of its table lies past the memory");
+  std::vector<Handle> wanted;
+  for (const Entry entry : entries) {
+    if (entry != 0) wanted.push_back(entry - 1);
+  }
+  WriterMemory::Fetched fetched(memory_);
+  memory_.fetch(std::move(wanted), fetched);
   for (const Interval pages : changed) entries_.reserve(pages.begin, pages.end);
   enum class Kind { same, gone, other, fresh };
   const auto kind_of = [](Entry was, Entry is) {
     return was == is ? Kind::same : is == 0 ? Kind::gone : was == 0 ? Kind::fresh : Kind::other;
   };
-  std::vector<Handle> was, is;  // of one run; those of fresh pages are kept
+  Driver& driver = memory_.driver();
+  std::vector<Handle> was, is;  // of one run
   std::vector<Interval> fresh;
-  std::vector<Handle> fresh_handles;
-  fresh_handles.reserve(entries.size());
+  std::vector<Entry> fresh_entries;
+  bool awaited = false;
   for (const Interval pages : changed) {
     for (std::size_t n = pages.begin; n < pages.end;) {
       const Interval run{n, n};
       const Kind kind = kind_of(entries_[n], entries.front());
-      was.clear();
-      is.clear();
-      for (; n < pages.end && kind_of(entries_[n], entries.front()) == kind; ++n) {
-        was.push_back(entries_[n] - 1);
-        is.push_back(entries.front() - 1);
-        entries = entries.subspan(1);
+      std::size_t length = 0;
+      while (n < pages.end && kind_of(entries_[n], entries[length]) == kind) ++n, ++length;
+      const std::span<const Entry> now = entries.first(length);
+      entries = entries.subspan(length);
+      if (kind == Kind::same) continue;
+      if (kind == Kind::fresh) {
+        fresh.push_back({run.begin, n});
+        fresh_entries.insert(fresh_entries.end(), now.begin(), now.end());
+        continue;
       }
-      const Address at = base_ + run.begin * page_size_;
-      switch (kind) {
-        case Kind::same:
-          continue;
-        case Kind::gone:
-          driver_->unmap(at, is.size());
-          mapped_ -= is.size();
-          break;
-        case Kind::other:
-          driver_->remap(at, was, Access::writable, is, Access::writable);
-          break;
-        case Kind::fresh:
-          fresh.push_back({run.begin, n});
-          fresh_handles.insert(fresh_handles.end(), is.begin(), is.end());
-          continue;
+      if (!std::exchange(awaited, true)) memory_.await_own_work();
+      const Address at = base_ + run.begin * driver.traits().page_size;
+      if (kind == Kind::gone) {
+        driver.unmap(at, length);
+      } else {
+        was.clear();
+        is.clear();
+        for (std::size_t i = 0; i < length; ++i) {
+          was.push_back(memory_.at(entries_[run.begin + i] - 1));
+          is.push_back(memory_.at(now[i] - 1));
+        }
+        driver.remap(at, was, memory_.access(), is, memory_.access());
       }
-      for (std::size_t i = run.begin; i < n; ++i) entries_.reserved(i) = is[i - run.begin] + 1;
+      for (std::size_t i = 0; i < length; ++i) enter(run.begin + i, now[i]);
     }
   }
-  map_fresh(fresh, fresh_handles);
+  map_fresh(fresh, fresh_entries);
 }
 
-void RangeReader::map_fresh(std::span<const Interval> fresh, std::span<const Handle> handles) {
+void RangeReader::map_fresh(std::span<const Interval> fresh, std::span<const Entry> entries) {
   if (fresh.empty()) return;
+  Driver& driver = memory_.driver();
+  std::vector<Handle> handles;
+  handles.reserve(entries.size());
+  for (const Entry entry : entries) handles.push_back(memory_.at(entry - 1));
   std::vector<PageRun> runs;
   std::span<const Handle> rest = handles;
   for (const Interval pages : fresh) {
-    runs.push_back({base_ + pages.begin * page_size_, rest.first(pages.size())});
+    runs.push_back({base_ + pages.begin * driver.traits().page_size, rest.first(pages.size())});
     rest = rest.subspan(pages.size());
   }
   std::size_t done = 0;
   const auto note = [&] {
-    mapped_ += done;
     for (const Interval pages : fresh) {
       for (std::size_t n = pages.begin; n < pages.end && done != 0; ++n, --done) {
-        entries_.reserved(n) = handles.front() + 1;
-        handles = handles.subspan(1);
+        enter(n, entries.front());
+        entries = entries.subspan(1);
       }
     }
   };
   try {
-    driver_->map(runs, Access::writable, done);
+    driver.map(runs, memory_.access(), done);
   } catch (...) {
     note();
     throw;
@@ -265,31 +265,50 @@ void RangeReader::map_fresh(std::span<const Interval> fresh, std::span<const Han
   note();
 }
 
-bool RangeReader::stale(std::span<RangeReader* const> ranges) {
-  bool stale = ranges.front()->words_version() != ranges.front()->seen_words_;
-  for (const RangeReader* range : ranges) stale |= range->table_version() != range->seen_table_;
+// -- all ranges of an object
+
+RangeReaders::RangeReaders(std::span<const Descriptor> files, Descriptor memory, std::size_t words,
+                           const CudaOptions& cuda) {
+  std::vector<shared::Facts> facts;
+  for (const Descriptor& file : files) {
+    facts.push_back(RangeReader::checked(file, std::exchange(words, 0)));
+  }
+  if (facts.empty()) return;
+  memory_ = std::make_unique<WriterMemory>(std::move(memory), facts.front(), cuda);
+  for (const shared::Facts& one : facts) {
+    if (!memory_->has(one)) refuse_received("its ranges are not of one pool");
+  }
+  for (std::size_t i = 0; i < files.size(); ++i)
+    ranges_.emplace_back(new RangeReader(files[i], facts[i], *memory_));
+}
+
+bool RangeReaders::stale() const {
+  bool stale = ranges_.front()->words_version() != ranges_.front()->seen_words_;
+  for (const auto& range : ranges_) stale |= range->table_version() != range->seen_table_;
   return stale;
 }
 
-bool RangeReader::sync(std::span<RangeReader* const> ranges) {
-  RangeReader& first = *ranges.front();
-  const bool changed = stale(ranges);
+bool RangeReaders::sync(const Caller& caller) {
+  RangeReader& first = *ranges_.front();
+  const bool changed = stale();
   first.require_open(changed);
+  memory_->note(caller);
   if (!changed) return false;
   std::vector<std::uint64_t> words(first.words_.size());
   std::uint64_t version = 0;
   first.read_whole([&] {
     first.read_whole([&] { return first.read_words(version, words); });
-    for (RangeReader* range : ranges) range->read_table();
+    for (const auto& range : ranges_) range->read_table();
     return first.words_version() == version;
   });
+  // What these words count is written by work that was launched before they were.
+  if (version != first.seen_words_) {
+    WriterMemory::Fetched nothing(*memory_);
+    memory_->fetch({}, nothing);
+  }
   first.words_ = std::move(words);
   first.seen_words_ = version;
   return true;
-}
-
-std::int64_t RangeReader::handle_at(std::size_t n) const {
-  return static_cast<std::int64_t>(entries_[n]) - 1;
 }
 
 }  // namespace vtensor

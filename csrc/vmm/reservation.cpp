@@ -156,9 +156,7 @@ void Reservation::enter(const Arrival& arrival) {
     if (arrival.state == EntryState::writable) {
       for (Page* const page : arrival.pages) page->last_owner = owner_;
     }
-    if (shared_) {
-      for (const Run& run : arrival.runs) show(run);
-    }
+    for (const Run& run : arrival.runs) show(run);
     return;
   }
   std::size_t i = 0;
@@ -237,11 +235,11 @@ void Reservation::enter(const Departure& departure) {
 
 void Reservation::show_in(std::shared_ptr<SharedRange> shared) {
   shared_ = std::move(shared);
-  if (!shared_) return;
   for (const Run& run : collect({0, reserved()}, is_mapped)) show(run);
 }
 
 void Reservation::show(const Run& run) {
+  if (!shared_) return;
   std::size_t n = shown_at(run.row, run.indices.begin);
   each_page(run, [&](const Page* page) VT_LOCKED { shared_->came(n++, page); });
 }

@@ -134,6 +134,8 @@ class Reservation : public PageTable {
 
   // Shows them what is mapped, from now on, in `shared`, which has these addresses; null: in none.
   void show_in(std::shared_ptr<SharedRange> shared) VT_LOCKED;
+  // Shows them which pages are mapped there, if they may read the range.
+  void show(const Run& run) VT_LOCKED;
   // Null if no other process may read the range.
   const std::shared_ptr<SharedRange>& shared() const { return shared_; }
 
@@ -158,7 +160,6 @@ class Reservation : public PageTable {
   std::size_t shown_at(std::size_t row, std::size_t index) const {
     return (address(row, index) - shared_->base()) / page_size_;
   }
-  void show(const Run& run) VT_LOCKED;
   // `page` is mapped there no longer.
   void let_go(std::size_t row, std::size_t index, Page* page) noexcept VT_LOCKED {
     shared_ ? shared_->went(shown_at(row, index), page) : pages_.drop(page);

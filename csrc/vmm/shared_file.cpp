@@ -88,6 +88,11 @@ bool SharedFile::reopen(int descriptor, int flags) {
   return open(text("/proc/self/fd/", descriptor), flags);
 }
 
+void SharedFile::take(int descriptor) {
+  const std::lock_guard no_fork(registry_mutex());
+  descriptor_ = descriptor;
+}
+
 bool SharedFile::map(std::size_t bytes, std::size_t writable) {
   const std::lock_guard no_fork(registry_mutex());
   void* const at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor_, 0);

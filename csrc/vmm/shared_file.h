@@ -38,6 +38,8 @@ class SharedFile {
   bool make(const char* name, std::size_t bytes);
   // Opens the file behind `descriptor` anew: locks belong to an open file, not to a descriptor.
   bool reopen(int descriptor, int flags);
+  // Owns `descriptor` from now on.
+  void take(int descriptor);
   // Maps the first `bytes`, of which the caller may write the first `writable`.
   bool map(std::size_t bytes, std::size_t writable);
 

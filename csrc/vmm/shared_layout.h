@@ -5,7 +5,7 @@
 //   places   one a reader, which only that reader writes: the version whose pages it may read
 //   header   sizes, versions and the last changes
 //   words    numbers of the owner's, as the begin and end of a tensor's positions
-//   table    of each page of the range, 1 + the page of the memory that stands there; 0 if none
+//   table    of each page of the range, 1 + the handle of the page that stands there; 0 if none
 //
 // Words and table have a version each, which is odd while they change (a seqlock). A reader that
 // finds the version unchanged after it has copied them has seen one moment.
@@ -19,12 +19,13 @@
 #include <cstdint>
 
 #include "base/align.h"
+#include "driver/driver.h"
 #include "vmm/shared_file.h"
 
 namespace vtensor::shared {
 
 inline constexpr std::uint64_t kMagic = 0x6572616873747476;  // "vtshare"
-inline constexpr std::uint32_t kLayout = 1;
+inline constexpr std::uint32_t kLayout = 2;
 inline constexpr std::size_t kMostReaders = 128;
 inline constexpr std::size_t kChanges = 64;
 
@@ -46,13 +47,20 @@ struct Change {
   Word first, end;
 };
 
-struct Header {
+// What a range is, for good.
+struct Facts {
   std::uint64_t magic;
   std::uint32_t layout;
   std::uint32_t words;      // their number
   std::uint64_t pages;      // of the range
   std::uint64_t page_size;  // bytes
-  FileId memory;            // the file in which the pages lie
+  FileId memory;            // the file in which the pages lie, or the socket's writer
+  ExportKind exports;       // how a reader gets pages
+  DeviceUuid device;        // on which they are
+  Backed backed;            // holes that kernels need the address of
+};
+
+struct Header : Facts {
   alignas(64) Word table_version;
   Word words_version;
   Word state;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/descriptor.h"
+#include "base/errors.h"
 #include "base/system_errors.h"
 
 namespace vtensor {
@@ -23,9 +24,8 @@ constexpr char kRemedy[] = "close files or raise the limit on them (ulimit -n), 
 // -- one range
 
 SharedRange::SharedRange(SharedRanges& all, const char* operation, Address base,
-                         shared::Sizes sizes)
+                         shared::Sizes sizes, Backed backed)
     : all_(all), base_(base), sizes_(sizes) {
-  const Descriptor memory(all_.driver_.open_memory(operation));
   CallMeter& meter = all_.driver_.meter();
   const std::size_t bytes = sizes_.file();
   make_call(meter, operation, Call::memfd_create, EMFILE, "the memfd that readers see a range by",
@@ -39,8 +39,17 @@ SharedRange::SharedRange(SharedRanges& all, const char* operation, Address base,
   header.layout = shared::kLayout;
   header.words = static_cast<std::uint32_t>(sizes_.words);
   header.pages = sizes_.pages;
-  header.page_size = all_.driver_.traits().page_size;
-  header.memory = id_of(memory.get());
+  const DriverTraits& traits = all_.driver_.traits();
+  header.page_size = traits.page_size;
+  if (all_.memory_ == FileId{}) {
+    all_.memory_ = traits.exports == ExportKind::file
+                       ? id_of(Descriptor(all_.driver_.export_page(0).descriptor).get())
+                       : id_of(file_.descriptor());
+  }
+  header.memory = all_.memory_;
+  header.exports = traits.exports;
+  header.device = traits.uuid;
+  header.backed = backed;
   header.table_version = header.words_version = version_;
   header.magic = shared::kMagic;
 }
@@ -139,9 +148,15 @@ int SharedRange::open_for_reader(const char* operation) const {
 // -- all ranges
 
 std::shared_ptr<SharedRange> SharedRanges::add(const char* operation, Address base,
-                                               std::size_t pages, std::size_t words) {
+                                               std::size_t pages, std::size_t words,
+                                               Backed backed) {
+  if (driver_.traits().exports == ExportKind::none) {
+    throw InvalidArgument("[", operation,
+                          "] only memory of a shareable pool can be read by other processes: make "
+                          "the pool with Pool(shareable=True), or send a copy, x.clone()");
+  }
   std::shared_ptr<SharedRange> range(
-      new SharedRange(*this, operation, base, {.words = words, .pages = pages}));
+      new SharedRange(*this, operation, base, {.words = words, .pages = pages}, backed));
   all_.reserve(all_.size() + 1);
   changing_.reserve(all_.size() + 1);  // `change` cannot fail
   all_.push_back(range);

@@ -56,7 +56,8 @@ class SharedRange {
     std::uint64_t version;  // of the table without it
   };
 
-  SharedRange(SharedRanges& all, const char* operation, Address base, shared::Sizes sizes);
+  SharedRange(SharedRanges& all, const char* operation, Address base, shared::Sizes sizes,
+              Backed backed) VT_LOCKED;
   void set_state(shared::State state) noexcept;
   bool closed() const {
     return parts_.header().state.load(std::memory_order_relaxed) ==
@@ -90,9 +91,12 @@ class SharedRanges {
   SharedRanges(const SharedRanges&) = delete;
   SharedRanges& operator=(const SharedRanges&) = delete;
 
-  // A range of `pages` pages with `words` words. Throws DriverError.
+  // A range of `pages` pages with `words` words. `backed`: as it was reserved. Throws
+  // InvalidArgument if the memory is not shareable, DriverError.
   std::shared_ptr<SharedRange> add(const char* operation, Address base, std::size_t pages,
-                                   std::size_t words) VT_LOCKED;
+                                   std::size_t words, Backed backed) VT_LOCKED;
+  // Which memory the pages lie in; the same for all ranges.
+  FileId memory() const VT_LOCKED { return memory_; }
   // Before the lock is let go: readers see what has changed, and pages that none of them reads are
   // dropped.
   void publish() noexcept VT_LOCKED;
@@ -107,6 +111,7 @@ class SharedRanges {
   Driver& driver_;
   PageStore& store_;
   const std::function<void()> when_kept_;
+  FileId memory_ VT_GUARDED;  // zeros until a range is shared; of a device, that range's file
   std::vector<std::shared_ptr<SharedRange>> all_ VT_GUARDED;
   std::vector<SharedRange*> changing_ VT_GUARDED;
   bool keeps_ VT_GUARDED = false;  // pages were kept since `publish`

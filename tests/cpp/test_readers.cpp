@@ -57,7 +57,7 @@ class Writer : public Owner {
     buffer_->show_positions();
   }
   std::unique_ptr<RangeReader> read() const {
-    const int memory = buffer_->pool()->driver().open_memory("test");
+    const int memory = buffer_->pool()->open_for_readers("test");
     const int range = buffer_->range().shared()->open_for_reader("test");
     return std::make_unique<RangeReader>(range, memory, 2);
   }

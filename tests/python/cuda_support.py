@@ -56,7 +56,17 @@ def device(**settings: int):
     """The simulated device with other settings, for as long as it lasts."""
     control = simcuda_control()
     control.simcuda_configure.argtypes = (ctypes.c_char_p, ctypes.c_uint64)
-    usual = {"memory": 4 << 30, "devices": 1, "vmm": 1, "read_only": 1, "granularity": 4096, "pointers": 1}
+    usual = {
+        "memory": 4 << 30,
+        "devices": 1,
+        "vmm": 1,
+        "read_only": 1,
+        "granularity": 4096,
+        "pointers": 1,
+        "handle_types": 1,
+        "imex": 1,
+        "first_uuid": 1,
+    }
     try:
         for name, value in settings.items():
             assert control.simcuda_configure(name.encode(), value) == 0

@@ -15,12 +15,19 @@ from typing import Any
 
 import torch
 
-from vtensor import VTensor, VTensorError  # noqa: F401 - for expressions
+from support import simcuda_library
+from vtensor import VTensor, VTensorError, sharing  # noqa: F401 - for expressions
 from vtensor.sharing import CacheReader
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch"])
 PATIENCE = 60
+
+
+def read_over(library: str) -> None:
+    """Readers of a simulated device use this library from now on."""
+    os.environ["SIMCUDA_GRANULARITY"] = "4096"
+    sharing.cuda_library = library
 
 
 def checksum(t: torch.Tensor) -> int:
@@ -40,7 +47,8 @@ class ReaderProcess:
 
     def __init__(self, context: Any = CONTEXT) -> None:
         self._ours, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        library = str(simcuda_library() or "")
+        self.process = context.Process(target=_serve, args=(theirs, library), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -95,8 +103,9 @@ class ReaderProcess:
         return self._ours.recv()
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, library: str) -> None:
     torch.set_num_threads(1)
+    read_over(library)
     held: dict[str, Any] = {}
 
     def do(command: str, name: str, *arguments: Any) -> Any:

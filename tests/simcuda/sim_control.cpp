@@ -24,7 +24,7 @@ struct SettingName {
   const char* variable;
   std::uint64_t Settings::* value;
 };
-constexpr std::array<SettingName, 13> kSettings = {{
+constexpr std::array<SettingName, 15> kSettings = {{
     {"devices", "SIMCUDA_DEVICES", &Settings::devices},
     {"memory", "SIMCUDA_MEMORY", &Settings::memory},
     {"vmm", "SIMCUDA_VMM", &Settings::vmm},
@@ -33,6 +33,8 @@ constexpr std::array<SettingName, 13> kSettings = {{
     {"rdma", "SIMCUDA_RDMA", &Settings::rdma},
     {"pointers", "SIMCUDA_POINTERS", &Settings::pointers},
     {"handle_types", "SIMCUDA_HANDLE_TYPES", &Settings::handle_types},
+    {"imex", "SIMCUDA_IMEX", &Settings::imex},
+    {"first_uuid", "SIMCUDA_FIRST_UUID", &Settings::first_uuid},
     {"eager", "SIMCUDA_EAGER", &Settings::eager},
     {"sync_timeout", "SIMCUDA_SYNC_TIMEOUT", &Settings::sync_timeout},
     {"blocking", "SIMCUDA_BLOCKING", &Settings::blocking},

@@ -24,6 +24,8 @@ struct Settings {
   std::uint64_t rdma = 1;
   std::uint64_t pointers = 1;
   std::uint64_t handle_types = 1;
+  std::uint64_t imex = 1;
+  std::uint64_t first_uuid = 1;
   std::uint64_t eager = 1;
   std::uint64_t sync_timeout = 10'000;
   std::uint64_t blocking = 0;

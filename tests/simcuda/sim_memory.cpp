@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <string>
 
 namespace simcuda {
 namespace {
@@ -40,6 +42,9 @@ SimMemory::SimMemory() : memfd_(memfd_create("simcuda", MFD_CLOEXEC)) {
 
 SimMemory::~SimMemory() {
   for (const auto& [range, size] : ranges_) munmap(pointer(range), size);
+  for (const auto& [handle, allocation] : allocations_) {
+    if (allocation.memfd != memfd_) close(allocation.memfd);
+  }
   close(memfd_);
 }
 
@@ -83,19 +88,53 @@ CUresult SimMemory::free_range(Address range, std::size_t size) {
   return CUDA_SUCCESS;
 }
 
-CUresult SimMemory::create(std::uint64_t* handle, std::size_t size, int device,
-                           std::uint64_t room) {
+CUresult SimMemory::create(std::uint64_t* handle, std::size_t size, int device, std::uint64_t room,
+                           unsigned exported_as) {
   if (size > room) return CUDA_ERROR_OUT_OF_MEMORY;
-  const Allocation fresh{.size = size, .offset = end_of_file_, .device = device};
-  expect(ftruncate(memfd_, static_cast<off_t>(end_of_file_ + size)) == 0, "ftruncate");
-  end_of_file_ += size;
+  Allocation fresh{.size = size,
+                   .memfd = memfd_,
+                   .offset = end_of_file_,
+                   .exported_as = exported_as,
+                   .device = device};
+  if (exported_as != 0) {
+    fresh.memfd = memfd_create("simcuda-page", MFD_CLOEXEC);
+    fresh.offset = 0;
+    expect(fresh.memfd >= 0, "memfd_create");
+  } else {
+    end_of_file_ += size;
+  }
+  expect(ftruncate(fresh.memfd, static_cast<off_t>(fresh.offset + size)) == 0, "ftruncate");
   const std::vector<unsigned char> stale(size, kStale);
-  expect(pwrite(memfd_, stale.data(), size, static_cast<off_t>(fresh.offset)) ==
+  expect(pwrite(fresh.memfd, stale.data(), size, static_cast<off_t>(fresh.offset)) ==
              static_cast<ssize_t>(size),
          "pwrite of stale bytes");
   *handle = next_handle_++;
   allocations_.emplace(*handle, fresh);
   used_[device] += size;
+  return CUDA_SUCCESS;
+}
+
+int SimMemory::export_file(std::uint64_t handle, unsigned as) const {
+  const auto found = allocations_.find(handle);
+  if (found == allocations_.end() || found->second.references == 0) return -1;
+  if ((found->second.exported_as & as) == 0) return -1;
+  return found->second.memfd;
+}
+
+CUresult SimMemory::import_file(std::uint64_t* handle, int descriptor) {
+  struct stat found{};
+  char link[64] = {};
+  const std::string path = "/proc/self/fd/" + std::to_string(descriptor);
+  if (fstat(descriptor, &found) != 0 || found.st_size == 0 ||
+      readlink(path.c_str(), link, sizeof link - 1) < 0 ||
+      std::string(link).find("simcuda-page") == std::string::npos)
+    return CUDA_ERROR_INVALID_VALUE;
+  const Allocation made{.size = static_cast<std::size_t>(found.st_size),
+                        .memfd = fcntl(descriptor, F_DUPFD_CLOEXEC, 0),
+                        .imported = true};
+  expect(made.memfd >= 0, "dup of an allocation");
+  *handle = next_handle_++;
+  allocations_.emplace(*handle, made);
   return CUDA_SUCCESS;
 }
 
@@ -128,10 +167,14 @@ CUresult SimMemory::retain(Address at, std::uint64_t* handle) {
 void SimMemory::forget_if_unused(std::map<std::uint64_t, Allocation>::iterator allocation) {
   const Allocation& it = allocation->second;
   if (it.references != 0 || it.mappings != 0) return;
-  expect(fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                   static_cast<off_t>(it.offset), static_cast<off_t>(it.size)) == 0,
-         "fallocate");
-  used_[it.device] -= it.size;
+  if (it.memfd != memfd_) {
+    close(it.memfd);
+  } else {
+    expect(fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                     static_cast<off_t>(it.offset), static_cast<off_t>(it.size)) == 0,
+           "fallocate");
+  }
+  if (!it.imported) used_[it.device] -= it.size;
   allocations_.erase(allocation);
 }
 
@@ -147,7 +190,7 @@ CUresult SimMemory::map(Address at, std::size_t size, std::size_t offset, std::u
     if (before->first + before->second.size > at) return CUDA_ERROR_INVALID_VALUE;
   }
   // Not accessible before cuMemSetAccess.
-  expect(mmap(pointer(at), size, PROT_NONE, MAP_SHARED | MAP_FIXED, memfd_,
+  expect(mmap(pointer(at), size, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.memfd,
               static_cast<off_t>(found->second.offset)) != MAP_FAILED,
          "mmap of an allocation");
   mappings_.emplace(at, Mapping{.size = size, .handle = handle, .number = next_mapping_++});

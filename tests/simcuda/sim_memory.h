@@ -1,5 +1,6 @@
-// The memory of the simulated libcuda (a test double): allocations in one memfd, reserved address
-// ranges, and the mappings between them, under the rules of the real driver as we believe them.
+// The memory of the simulated libcuda (a test double): allocations in one memfd, those that other
+// processes may get in one each, reserved address ranges, and the mappings between them, under the
+// rules of the real driver as we believe them.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +26,13 @@ class SimMemory {
   CUresult reserve(Address* range, std::size_t size, std::size_t alignment,
                    std::size_t granularity);
   CUresult free_range(Address range, std::size_t size);
-  // `room`: bytes that the device may still hand out.
-  CUresult create(std::uint64_t* handle, std::size_t size, int device, std::uint64_t room);
+  // `room`: bytes that the device may still hand out; `exported_as`: handle types, a mask.
+  CUresult create(std::uint64_t* handle, std::size_t size, int device, std::uint64_t room,
+                  unsigned exported_as);
+  // The allocation's own memfd; -1 if it was not made to be exported so.
+  int export_file(std::uint64_t handle, unsigned as) const;
+  // An allocation that another process, or this one, exported.
+  CUresult import_file(std::uint64_t* handle, int descriptor);
   CUresult release(std::uint64_t handle);
   // One more reference to what is mapped there, which wants a release of its own.
   CUresult retain(Address at, std::uint64_t* handle);
@@ -55,7 +61,10 @@ class SimMemory {
  private:
   struct Allocation {
     std::size_t size = 0;
+    int memfd = -1;
     std::size_t offset = 0;  // in the memfd
+    unsigned exported_as = 0;
+    bool imported = false;
     int device = 0;
     std::size_t mappings = 0;
     unsigned references = 1;

@@ -1,6 +1,10 @@
 // The entry points of the simulated libcuda (a test double) that vtensor's CUDA driver uses, with
 // their real names and versions: devices, contexts and memory. Streams are in simcuda_streams.cpp.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 
 #include "sim.h"
@@ -89,6 +93,15 @@ SIMCUDA_ENTRY(cuDeviceGetAttribute)(int* value, CUdevice_attribute attribute, CU
                       return CUDA_ERROR_INVALID_VALUE;  // not simulated
                   }
                   result = static_cast<unsigned long long>(*value);
+                  return CUDA_SUCCESS;
+                });
+}
+
+SIMCUDA_ENTRY(cuDeviceGetUuid_v2)(CUuuid* uuid, CUdevice device) {
+  return answer("cuDeviceGetUuid", Needs::nothing,
+                {{"device", static_cast<unsigned long long>(device)}}, [&](Sim& s, Result&) {
+                  if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+                  *uuid = {{'s', 'i', 'm', static_cast<char>(s.settings.first_uuid + device)}};
                   return CUDA_SUCCESS;
                 });
 }
@@ -188,11 +201,15 @@ SIMCUDA_ENTRY(cuMemCreate)(CUmemGenericAllocationHandle* handle, size_t size,
                       !is_device_memory(s, properties) || (rdma && s.settings.rdma != 1)) {
                     return CUDA_ERROR_INVALID_VALUE;
                   }
-                  if (!s.takes(properties->requestedHandleTypes)) return CUDA_ERROR_NOT_SUPPORTED;
+                  const CUmemAllocationHandleType types = properties->requestedHandleTypes;
+                  if (!s.takes(types)) return CUDA_ERROR_NOT_SUPPORTED;
+                  // As where the attribute is there and no IMEX channel is.
+                  if ((types & CU_MEM_HANDLE_TYPE_FABRIC) != 0 && s.settings.imex == 0)
+                    return CUDA_ERROR_NOT_PERMITTED;
                   const int device = properties->location.id;
                   std::uint64_t made = 0;
                   const CUresult code =
-                      s.model->memory.create(&made, size, device, s.free_memory(device));
+                      s.model->memory.create(&made, size, device, s.free_memory(device), types);
                   if (code == CUDA_SUCCESS) result = *handle = made;
                   return code;
                 });
@@ -201,6 +218,40 @@ SIMCUDA_ENTRY(cuMemCreate)(CUmemGenericAllocationHandle* handle, size_t size,
 SIMCUDA_ENTRY(cuMemRelease)(CUmemGenericAllocationHandle handle) {
   return answer("cuMemRelease", Needs::vmm, {{"handle", handle}},
                 [&](Sim& s, Result&) { return s.model->memory.release(handle); });
+}
+
+SIMCUDA_ENTRY(cuMemExportToShareableHandle)(void* shareable, CUmemGenericAllocationHandle handle,
+                                            CUmemAllocationHandleType type,
+                                            unsigned long long flags) {
+  return answer("cuMemExportToShareableHandle", Needs::vmm,
+                {{"handle", handle}, {"type", type}, {"flags", flags}}, [&](Sim& s, Result&) {
+                  const int file = flags == 0 ? s.model->memory.export_file(handle, type) : -1;
+                  if (file < 0) return CUDA_ERROR_INVALID_VALUE;
+                  if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
+                    auto* const name = static_cast<CUmemFabricHandle*>(shareable)->data;
+                    std::snprintf(reinterpret_cast<char*>(name), sizeof(CUmemFabricHandle),
+                                  "/proc/%d/fd/%d", getpid(), file);
+                  } else {
+                    *static_cast<int*>(shareable) = fcntl(file, F_DUPFD_CLOEXEC, 0);
+                  }
+                  return CUDA_SUCCESS;
+                });
+}
+
+SIMCUDA_ENTRY(cuMemImportFromShareableHandle)(CUmemGenericAllocationHandle* handle,
+                                              void* shareable, CUmemAllocationHandleType type) {
+  return answer("cuMemImportFromShareableHandle", Needs::vmm, {{"type", type}},
+                [&](Sim& s, Result& result) {
+                  const bool fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
+                  const int file =
+                      fabric ? open(static_cast<const char*>(shareable), O_RDWR | O_CLOEXEC)
+                             : static_cast<int>(reinterpret_cast<std::intptr_t>(shareable));
+                  std::uint64_t made = 0;
+                  const CUresult code = s.model->memory.import_file(&made, file);
+                  if (fabric && file >= 0) close(file);
+                  if (code == CUDA_SUCCESS) result = *handle = made;
+                  return code;
+                });
 }
 
 SIMCUDA_ENTRY(cuMemMap)(CUdeviceptr ptr, size_t size, size_t offset,

@@ -15,7 +15,10 @@
 //                                     beside those mapped with access: 1 mapped without, 2
 //                                     reserved, 3 both (1)
 //   handle_types SIMCUDA_HANDLE_TYPES the shareable handle types that cuMemCreate takes, a mask (1:
-//                                     POSIX descriptors)
+//                                     POSIX descriptors, 8: fabric handles)
+//   imex         SIMCUDA_IMEX         0 where fabric handles are not permitted all the same (1)
+//   first_uuid   SIMCUDA_FIRST_UUID   the number in the first device's UUID: another one stands for
+//                                     other devices (1)
 //   eager        SIMCUDA_EAGER        1 where work that may run does so when it is launched, 0
 //   where
 //                                     only when somebody asks about it: harder on the driver (1)

@@ -16,7 +16,7 @@ class ClosedPool:
         self._pool = _core.WeakPool(core)
         self._calls, self._events = core.driver_calls(), core.events()
         self.page_size, self.budget_pages, self.device = core.page_size, core.budget_pages, core.device
-        self.broken = core.broken
+        self.broken, self.sharing = core.broken, core.sharing
 
     def leave_mapper(self) -> None:
         self._pool.leave_mapper()

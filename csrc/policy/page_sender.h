@@ -1,0 +1,33 @@
+// The thread that answers readers in other processes which ask a pool for pages of a device
+// (vmm/page_socket.h). It sleeps until one asks.
+#pragma once
+
+#include <memory>
+#include <thread>
+
+namespace vtensor {
+
+class PagePool;
+
+class PageSender {
+ public:
+  // Throws DriverError if the system has no descriptor or no thread. The thread keeps nothing of
+  // `pool` alive while it sleeps.
+  PageSender(const char* operation, const std::shared_ptr<PagePool>& pool);
+  // Waits for the thread to end, unless this is the thread.
+  ~PageSender();
+  PageSender(const PageSender&) = delete;
+  PageSender& operator=(const PageSender&) = delete;
+
+  // The reader's end of a new socket. The caller closes it. Throws DriverError.
+  int connect(const char* operation, PagePool& pool);
+
+ private:
+  struct Sockets;
+  static void run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<Sockets>& sockets);
+
+  std::shared_ptr<Sockets> sockets_;  // the thread's too, which may outlive this
+  std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace vtensor

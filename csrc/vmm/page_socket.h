@@ -1,0 +1,55 @@
+// A socket on which a reader asks the writer for pages of a device, and gets them: each a descriptor
+// (SCM_RIGHTS), or the bytes of a fabric handle. Neither end waits in it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/calls.h"
+#include "driver/driver.h"
+#include "vmm/shared_file.h"
+
+namespace vtensor {
+
+// A question names handles of the writer; without any it asks the writer for its work's end alone.
+// The answer has the pages in that order, or says why there are none.
+struct PageMessage {
+  static constexpr std::size_t kMost = 128;  // pages; the kernel passes at most 253 descriptors
+
+  std::uint64_t number = 0;  // of the question
+  FileId memory;             // that is asked for
+  std::vector<Handle> handles;
+  ExportKind kind = ExportKind::none;  // of the pages of an answer
+  std::vector<ExportedPage> pages;     // the message closes their descriptors
+  std::string refusal;
+
+  PageMessage() = default;
+  PageMessage(PageMessage&& other) = default;
+  PageMessage& operator=(PageMessage&&) = delete;
+  ~PageMessage() { close_pages(); }
+  void close_pages() noexcept;
+};
+
+class PageSocket {
+ public:
+  // Owns `descriptor`.
+  explicit PageSocket(int descriptor) { file_.take(descriptor); }
+  // The descriptors of two ends. Throws DriverError.
+  static std::pair<int, int> make(CallMeter& meter, const char* operation);
+
+  int descriptor() const { return file_.descriptor(); }
+  // False if the other end is gone or has not taken what was sent before.
+  bool send(const PageMessage& message);
+  // The next message. None if there is none yet, or `ended` if none comes any more: the other end
+  // is gone, or sent what is no message.
+  std::optional<PageMessage> receive(bool& ended);
+
+ private:
+  SharedFile file_;
+};
+
+}  // namespace vtensor
