@@ -158,8 +158,7 @@ void bind_pool(nb::module_& module) {
       .def_prop_ro("kernel_copies_on_write",
                    [](PagePool& pool) { return pool.traits().kernel_copies_on_write; })
       .def_prop_ro("device", [](PagePool& pool) { return as_pair(pool.traits().device); })
-      .def_prop_ro("sharing",
-                   [](PagePool& pool) { return name_of(pool.traits().exports); })
+      .def_prop_ro("sharing", [](PagePool& pool) { return name_of(pool.traits().exports); })
       .def("counts", pool_method("Pool.stats", &PagePool::counts))
       .def("events", pool_method("Pool.stats", &PagePool::events))
       .def_prop_ro("broken", &broken)

@@ -83,7 +83,7 @@ class CudaCalls : public CudaApi {
   // be made, and DriverError if the context is in error or a stream of it is being captured.
   void synchronize(const char* operation, std::chrono::milliseconds timeout);
 
-  int device = 0;  // its number in this process
+  int device = 0;               // its number in this process
   CUcontext context = nullptr;  // the device's primary one, which PyTorch uses too
 
  private:

@@ -25,8 +25,7 @@ constexpr std::size_t kDefaultPageSize = std::size_t{2} << 20;
 
 class CudaDriver final : public Driver {
  public:
-  explicit CudaDriver(const CudaOptions& options)
-      : cuda_(options.library, meter_) {}
+  explicit CudaDriver(const CudaOptions& options) : cuda_(options.library, meter_) {}
   ~CudaDriver() override;
 
   void open(const CudaOptions& options);
@@ -351,10 +350,9 @@ Handle CudaDriver::import_page(const ExportedPage& page, ExportKind kind) {
                          ? static_cast<void*>(fabric.data())
                          : reinterpret_cast<void*>(static_cast<std::intptr_t>(page.descriptor));
   CUmemGenericAllocationHandle handle = 0;
-  cuda_.require_at("import_page", cuda_.cuMemImportFromShareableHandle, 0, traits_.page_size,
-                   &handle, name,
-                   is_fabric ? CU_MEM_HANDLE_TYPE_FABRIC
-                             : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  cuda_.require_at(
+      "import_page", cuda_.cuMemImportFromShareableHandle, 0, traits_.page_size, &handle, name,
+      is_fabric ? CU_MEM_HANDLE_TYPE_FABRIC : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
   const std::lock_guard lock(records_);
   handles_.insert(handle);
   return handle;

@@ -362,7 +362,8 @@ class HostDriver final : public Driver {
       if (ftruncate(state_.memfd, static_cast<off_t>(handles_ * page_size_)) == 0) break;
     }
     // So that no reader's mapping ever lies past its end.
-    if (traits_.exports == ExportKind::file) fcntl(state_.memfd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
+    if (traits_.exports == ExportKind::file)
+      fcntl(state_.memfd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
   }
 
   std::string count_of(std::size_t pages) const {

@@ -65,8 +65,8 @@ void Client::share(const char* operation, std::size_t words) {
   const PoolLock lock(pool_);
   if (range_.shared()) return;
   raise_if_asleep();
-  range_.show_in(
-      pool_->shared().add(operation, range_.base(), range_.bytes() / range_.page_size(), words, backed_));
+  range_.show_in(pool_->shared().add(operation, range_.base(), range_.bytes() / range_.page_size(),
+                                     words, backed_));
 }
 
 void Client::abandon() noexcept {

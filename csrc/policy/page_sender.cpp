@@ -43,8 +43,9 @@ PageSender::PageSender(const char* operation, const std::shared_ptr<PagePool>& p
               return sockets_->waker.descriptor() >= 0;
             });
   try {
-    thread_ = start_thread("vtensor-sender", ThreadRole::caller,
-                           [pool = std::weak_ptr(pool), sockets = sockets_] { run(pool, sockets); });
+    thread_ =
+        start_thread("vtensor-sender", ThreadRole::caller,
+                     [pool = std::weak_ptr(pool), sockets = sockets_] { run(pool, sockets); });
   } catch (const std::system_error& error) {
     throw DriverError("pthread_create", error.code().value(), "EAGAIN", "[", operation,
                       "] the system has no thread that answers readers (EAGAIN): raise the "

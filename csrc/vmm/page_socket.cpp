@@ -128,8 +128,8 @@ std::optional<PageMessage> PageSocket::receive(bool& ended) {
   const std::size_t fabrics = fabric ? head.pages : 0;
   if (head.handles > PageMessage::kMost || head.pages > PageMessage::kMost ||
       head.text > kMostText || message.pages.size() != head.pages - fabrics ||
-      static_cast<std::size_t>(size) != sizeof head + head.handles * sizeof(Handle) + head.text +
-                                            fabrics * sizeof(Fabric))
+      static_cast<std::size_t>(size) !=
+          sizeof head + head.handles * sizeof(Handle) + head.text + fabrics * sizeof(Fabric))
     return std::nullopt;
   ended = false;
   const std::byte* at = bytes.data() + sizeof head;

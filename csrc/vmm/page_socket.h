@@ -1,5 +1,5 @@
-// A socket on which a reader asks the writer for pages of a device, and gets them: each a descriptor
-// (SCM_RIGHTS), or the bytes of a fabric handle. Neither end waits in it.
+// A socket on which a reader asks the writer for pages of a device, and gets them: each a
+// descriptor (SCM_RIGHTS), or the bytes of a fabric handle. Neither end waits in it.
 #pragma once
 
 #include <cstddef>

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <exception>
 #include <thread>
 #include <utility>
 
@@ -42,8 +43,9 @@ class ReaderFaults final : public faults::Range {
 
 shared::Facts RangeReader::checked(const Descriptor& file, std::size_t words) {
   shared::Facts facts{};
-  if (!keeps_size(file) || pread(file.get(), static_cast<void*>(&facts), sizeof facts,
-                                 shared::Sizes::kHeader) != sizeof facts ||
+  if (!keeps_size(file) ||
+      pread(file.get(), static_cast<void*>(&facts), sizeof facts, shared::Sizes::kHeader) !=
+          sizeof facts ||
       facts.magic != shared::kMagic)
     refuse_received("it is not the memfd of a shared range");
   if (facts.layout != shared::kLayout) refuse_received("it has the layout of another release");
@@ -59,8 +61,7 @@ shared::Facts RangeReader::checked(const Descriptor& file, std::size_t words) {
   return facts;
 }
 
-RangeReader::RangeReader(const Descriptor& file, const shared::Facts& facts,
-                         WriterMemory& memory)
+RangeReader::RangeReader(const Descriptor& file, const shared::Facts& facts, WriterMemory& memory)
     : memory_(memory) {
   const shared::Sizes sizes{.words = facts.words, .pages = facts.pages};
   CallMeter& meter = memory_.driver().meter();
@@ -79,8 +80,8 @@ RangeReader::RangeReader(const Descriptor& file, const shared::Facts& facts,
 
 void RangeReader::take_place() {
   for (; place_ < shared::kMostReaders; ++place_) {
-    const int error =
-        file_.try_lock(&memory_.driver().meter(), shared::kReaderLives + static_cast<off_t>(place_));
+    const int error = file_.try_lock(&memory_.driver().meter(),
+                                     shared::kReaderLives + static_cast<off_t>(place_));
     if (error == EAGAIN || error == EACCES) continue;
     if (error != 0)
       throw refused(kOperation, Call::fcntl, error, "locking a reader's place",
@@ -136,7 +137,7 @@ bool RangeReader::read_words(std::uint64_t& version, std::vector<std::uint64_t>&
   return words_version() == version;
 }
 
-// Pages whose entries may differ from those of the version that was synced last.
+// Pages whose entries may differ from those of the version that was synced last: intervals apart.
 std::vector<Interval> RangeReader::changed_since_sync(std::uint64_t version) const {
   const shared::Header& header = parts_.header();
   const std::uint64_t changes = (version - seen_table_) / 2;
@@ -151,7 +152,17 @@ std::vector<Interval> RangeReader::changed_since_sync(std::uint64_t version) con
         std::min<std::size_t>(change.end.load(std::memory_order_acquire), parts_.sizes.pages)};
     if (!pages.empty()) changed.push_back(pages);
   }
-  return changed;
+  // A page may have changed several times, and is looked at once.
+  std::ranges::sort(changed, {}, &Interval::begin);
+  std::vector<Interval> apart;
+  for (const Interval pages : changed) {
+    if (apart.empty() || apart.back().end < pages.begin) {
+      apart.push_back(pages);
+    } else {
+      apart.back() = hull(apart.back(), pages);
+    }
+  }
+  return apart;
 }
 
 void RangeReader::read_table() {
@@ -227,7 +238,12 @@ void RangeReader::show(std::span<const Interval> changed, std::span<const Entry>
           was.push_back(memory_.at(entries_[run.begin + i] - 1));
           is.push_back(memory_.at(now[i] - 1));
         }
-        driver.remap(at, was, memory_.access(), is, memory_.access());
+        try {
+          driver.remap(at, was, memory_.access(), is, memory_.access());
+        } catch (const UndoFailed&) {
+          memory_.break_down(std::current_exception());
+          throw;
+        }
       }
       for (std::size_t i = 0; i < length; ++i) enter(run.begin + i, now[i]);
     }
@@ -247,22 +263,31 @@ void RangeReader::map_fresh(std::span<const Interval> fresh, std::span<const Ent
     runs.push_back({base_ + pages.begin * driver.traits().page_size, rest.first(pages.size())});
     rest = rest.subspan(pages.size());
   }
-  std::size_t done = 0;
-  const auto note = [&] {
-    for (const Interval pages : fresh) {
-      for (std::size_t n = pages.begin; n < pages.end && done != 0; ++n, --done) {
-        enter(n, entries.front());
-        entries = entries.subspan(1);
-      }
-    }
-  };
+  std::size_t mapped = 0;
   try {
-    driver.map(runs, memory_.access(), done);
-  } catch (...) {
-    note();
+    driver.map(runs, memory_.access(), mapped);
+  } catch (const Error&) {
+    unmap_first(runs, mapped);  // perhaps they are without access
     throw;
   }
-  note();
+  for (const Interval pages : fresh) {
+    for (std::size_t n = pages.begin; n < pages.end; ++n) {
+      enter(n, entries.front());
+      entries = entries.subspan(1);
+    }
+  }
+}
+
+void RangeReader::unmap_first(std::span<const PageRun> runs, std::size_t pages) {
+  try {
+    for (const PageRun& run : runs) {
+      const std::size_t n = std::min(pages, run.handles.size());
+      if (n != 0) memory_.driver().unmap(run.at, n);
+      pages -= n;
+    }
+  } catch (const Error&) {
+    memory_.break_down(std::current_exception());
+  }
 }
 
 // -- all ranges of an object
@@ -290,6 +315,7 @@ bool RangeReaders::stale() const {
 
 bool RangeReaders::sync(const Caller& caller) {
   RangeReader& first = *ranges_.front();
+  memory_->raise_if_broken();
   const bool changed = stale();
   first.require_open(changed);
   memory_->note(caller);

@@ -58,6 +58,7 @@ class RangeReader {
   void show(std::span<const Interval> changed, std::span<const Entry> entries);
   void enter(std::size_t n, Entry entry) noexcept;
   void map_fresh(std::span<const Interval> fresh, std::span<const Entry> entries);
+  void unmap_first(std::span<const PageRun> runs, std::size_t pages);
   template <typename Read>
   void read_whole(Read read);
 
@@ -91,7 +92,8 @@ class RangeReaders {
   // writer has launched is over, and before it unmaps pages until the caller's is. Not two threads
   // at a time. Throws Closed if the owner has left or its process has ended, Asleep, TimedOut if
   // the writer is stopped while it changes something, DriverError; what was shown before is still
-  // shown then, but for pages that came since.
+  // shown then, but for pages that came since. After a refusal that cannot be undone it throws that
+  // each time.
   bool sync(const Caller& caller);
 
   // Whether they are of a process that this one was forked from: then they have neither memory nor

@@ -4,10 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/descriptor.h"
@@ -31,6 +33,12 @@ class WriterMemory {
   // Of everything that is mapped: nothing is written.
   Access access() const {
     return exports_ == ExportKind::file ? Access::writable : Access::copy_on_write;
+  }
+
+  // The driver has left pages that are neither mapped nor not.
+  void break_down(std::exception_ptr cause) { broken_ = std::move(cause); }
+  void raise_if_broken() const {
+    if (broken_) std::rethrow_exception(broken_);
   }
 
   // Work in `stream` reads what is mapped. As PendingWork::note.
@@ -80,6 +88,7 @@ class WriterMemory {
   std::optional<PageSocket> socket_;  // to the writer; none if its memory is a file
   std::uint64_t asked_ = 0;           // the number of the last question
   std::unique_ptr<Driver> driver_;
+  std::exception_ptr broken_;
   PendingWork work_;
   std::unordered_map<Handle, Import> imports_;  // by the writer's handle
 };

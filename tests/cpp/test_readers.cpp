@@ -9,14 +9,18 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <span>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "base/descriptor.h"
 #include "base/errors.h"
 #include "cpp/hammered.h"
 #include "driver/driver.h"
 #include "owner.h"
 #include "policy/page_pool.h"
+#include "simcuda/client.h"
 #include "tensor/buffer.h"
 #include "vmm/range_reader.h"
 
@@ -30,13 +34,23 @@ constexpr int kSteps = 1500;
 const Caller kCaller{"test"};
 using hammered::kPatience;
 
-std::shared_ptr<PagePool> open_pool(std::size_t pages, std::size_t prefetch) {
+CudaOptions simulated() {
+  return {.shareable = true,
+          .page_size = kBytes,
+          .library = simcuda_library(),
+          .memory_is_host_memory = true};
+}
+
+// A pool of the host, or of the simulated device.
+std::shared_ptr<PagePool> open_pool(bool on_device, std::size_t pages, std::size_t prefetch) {
   PoolOptions options;
   options.budget = pages * kBytes;
   options.prefetch = prefetch;
   options.cache = prefetch;
   options.patience = kPatience;
-  return PagePool::create(make_host_driver({.page_size = kBytes, .shareable = true}), options);
+  auto driver = on_device ? make_cuda_driver(simulated())
+                          : make_host_driver({.page_size = kBytes, .shareable = true});
+  return PagePool::create(std::move(driver), options);
 }
 
 // Every position of every row holds the writer's number.
@@ -56,10 +70,10 @@ class Writer : public Owner {
     }
     buffer_->show_positions();
   }
-  std::unique_ptr<RangeReader> read() const {
-    const int memory = buffer_->pool()->open_for_readers("test");
-    const int range = buffer_->range().shared()->open_for_reader("test");
-    return std::make_unique<RangeReader>(range, memory, 2);
+  std::unique_ptr<RangeReaders> read() const {
+    Descriptor memory(buffer_->pool()->open_for_readers("test"));
+    const Descriptor range(buffer_->range().shared()->open_for_reader("test"));
+    return std::make_unique<RangeReaders>(std::span(&range, 1), std::move(memory), 2, simulated());
   }
   char number() const { return number_; }
   std::size_t row_bytes() const { return buffer_->range().row_bytes(); }
@@ -111,56 +125,62 @@ void read(const Writer& writer, unsigned seed, const std::atomic<bool>& over,
   std::mt19937 random(seed);
   while (!over) {
     try {
-      const std::unique_ptr<RangeReader> reader = writer.read();
-      RangeReader* const one = reader.get();
+      const std::unique_ptr<RangeReaders> reader = writer.read();
+      CallMeter& meter = reader->memory().driver().meter();
       for (int i = static_cast<int>(random() % 60); i > 0 && !over; --i) {
-        if (random() % 8 == 0) reader->meter().fail_after(random() % 3);
+        if (random() % 8 == 0) meter.fail_after(random() % 3);
         bool synced = false;  // else it may show pages of the next length, and of the last one
         try {
-          syncs += RangeReader::sync({&one, 1});
+          syncs += reader->sync(kCaller);
           synced = true;
-        } catch (const DriverError&) {
+        } catch (const Error&) {  // also what was refused the writer as it handed pages over
         }
-        reader->meter().disarm();
-        if (synced) wrong += !shows(*reader, writer);
+        meter.disarm();
+        if (synced) wrong += !shows(reader->at(0), writer);
         if (random() % 4 == 0) std::this_thread::yield();
       }
-    } catch (const DriverError&) {  // the writer's pool has refused a descriptor
+    } catch (const Error&) {  // the writer's pool has refused a descriptor
     }
   }
 }
 
 TEST_CASE("I3, I7: readers see whole and lasting contents while pages go between writers") {
-  for (const std::size_t prefetch : {std::size_t{0}, 16 * kBytes}) {
-    CAPTURE(prefetch);
-    const auto pool = open_pool(80, prefetch);
-    std::atomic<bool> over{false};
-    std::atomic<std::size_t> wrong{0}, syncs{0};
-    {
-      Writer first(pool, 'a'), second(pool, 'b');
-      std::vector<std::thread> readers, writers;
-      for (unsigned i = 0; i < 3; ++i) {
-        Writer& writer = i == 0 ? second : first;
-        readers.emplace_back(
-            [&, i, &writer = writer] { read(writer, 100 + i, over, wrong, syncs); });
+  for (const bool on_device : {false, true}) {
+    for (const std::size_t prefetch : {std::size_t{0}, 16 * kBytes}) {
+      CAPTURE(on_device);
+      CAPTURE(prefetch);
+      const SimcudaControl control;
+      control.reset();
+      control.configure("granularity", kBytes);
+      const auto pool = open_pool(on_device, 80, prefetch);
+      std::atomic<bool> over{false};
+      std::atomic<std::size_t> wrong{0}, syncs{0};
+      {
+        Writer first(pool, 'a'), second(pool, 'b');
+        std::vector<std::thread> readers, writers;
+        for (unsigned i = 0; i < 3; ++i) {
+          Writer& writer = i == 0 ? second : first;
+          readers.emplace_back(
+              [&, i, &writer = writer] { read(writer, 100 + i, over, wrong, syncs); });
+        }
+        writers.emplace_back([&] { write(first, 1); });
+        writers.emplace_back([&] { write(second, 2); });
+        for (int i = 0; i < 40; ++i) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(2));
+          pool->driver().meter().fail_after(static_cast<std::uint64_t>(i));
+          hammered::check_counts(*pool);
+        }
+        pool->driver().meter().disarm();
+        for (std::thread& thread : writers) thread.join();
+        over = true;
+        for (std::thread& thread : readers) thread.join();
+        CHECK(pool->counts().held_by_readers == 0);
       }
-      writers.emplace_back([&] { write(first, 1); });
-      writers.emplace_back([&] { write(second, 2); });
-      for (int i = 0; i < 40; ++i) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(2));
-        pool->driver().meter().fail_after(static_cast<std::uint64_t>(i));
-        hammered::check_counts(*pool);
-      }
-      pool->driver().meter().disarm();
-      for (std::thread& thread : writers) thread.join();
-      over = true;
-      for (std::thread& thread : readers) thread.join();
-      CHECK(pool->counts().held_by_readers == 0);
+      CHECK(wrong == 0);
+      CHECK(syncs > 0);
+      hammered::come_to_rest(*pool);
+      hammered::check_end(*pool);
     }
-    CHECK(wrong == 0);
-    CHECK(syncs > 0);
-    hammered::come_to_rest(*pool);
-    hammered::check_end(*pool);
   }
 }
 

@@ -15,8 +15,7 @@ import torch
 
 import vtensor
 from reader_process import ReaderProcess, checksum, named_memory
-from support import eventually, memfds
-from vtensor import testing
+from support import eventually, memfds, open_pool
 
 PAGE = 4096
 ROWS, ITEM, CAPACITY = 2, 128, 400  # 512 bytes a position, 8 positions a page
@@ -24,15 +23,11 @@ READERS = 3
 
 
 class World:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, kind: str, seed: int) -> None:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
-        self.pool = testing.host_pool(
-            page_size=PAGE,
-            budget=400 * PAGE,
-            strict_holes=False,
-            shareable=True,
-            prefetch=self.random.choice([0, 64 * PAGE]),
+        self.pool = open_pool(
+            kind, 400, PAGE, shareable=True, prefetch=self.random.choice([0, 64 * PAGE])
         )
         self.readers = [ReaderProcess() for _ in range(READERS)]
         self.seen: list[tuple[int, int] | None] = [
@@ -92,6 +87,8 @@ class World:
     def fork(self) -> None:
         child = self.tensor.fork()
         if child.length:
+            if self.pool.device.type == "cuda" or self.random.random() < 0.5:
+                child.unshare(0, 1)  # on the host the kernel copies the page otherwise
             child[:, 0] = -1
         with suppress(vtensor.OutOfPages, vtensor.CapacityExceeded):
             child.append(torch.full((ROWS, 1, ITEM), -1, dtype=torch.int32))
@@ -201,9 +198,9 @@ SOAK = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "operations", [4_000, pytest.param(100_000, marks=SLOW), pytest.param(1_000_000, marks=[*SLOW, SOAK])]
 )
-def test_readers_see_the_writer(operations):
+def test_readers_see_the_writer(kind, operations):
     files, shm = memfds(), named_memory()
-    world = World(seed=operations)
+    world = World(kind, seed=operations)
     world.run(operations)
     if operations < 100_000:
         world.kill()

@@ -117,6 +117,19 @@ def test_a_reader_follows_at_sync_and_only_then(pool, other):
     other.close()
 
 
+def test_a_page_that_changes_often_between_two_syncs_is_mapped_once(pool, other):
+    t = rows(pool, 100)
+    other.receive(t)
+    for _ in range(5):
+        t.truncate(0)
+        t.append(torch.randn(2, 60, 64))
+        pool.wait_idle()
+    assert other.sync() is True
+    assert torch.equal(other.read(), t)
+    assert other.evaluate("r.nbytes_mapped") == len(t.pages()) * PAGE
+    other.close()
+
+
 def test_bytes_written_in_place_are_seen_without_a_sync(pool, other):
     t = rows(pool, 100)
     other.receive(t)

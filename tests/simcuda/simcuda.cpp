@@ -238,20 +238,19 @@ SIMCUDA_ENTRY(cuMemExportToShareableHandle)(void* shareable, CUmemGenericAllocat
                 });
 }
 
-SIMCUDA_ENTRY(cuMemImportFromShareableHandle)(CUmemGenericAllocationHandle* handle,
-                                              void* shareable, CUmemAllocationHandleType type) {
-  return answer("cuMemImportFromShareableHandle", Needs::vmm, {{"type", type}},
-                [&](Sim& s, Result& result) {
-                  const bool fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
-                  const int file =
-                      fabric ? open(static_cast<const char*>(shareable), O_RDWR | O_CLOEXEC)
-                             : static_cast<int>(reinterpret_cast<std::intptr_t>(shareable));
-                  std::uint64_t made = 0;
-                  const CUresult code = s.model->memory.import_file(&made, file);
-                  if (fabric && file >= 0) close(file);
-                  if (code == CUDA_SUCCESS) result = *handle = made;
-                  return code;
-                });
+SIMCUDA_ENTRY(cuMemImportFromShareableHandle)(CUmemGenericAllocationHandle* handle, void* shareable,
+                                              CUmemAllocationHandleType type) {
+  return answer(
+      "cuMemImportFromShareableHandle", Needs::vmm, {{"type", type}}, [&](Sim& s, Result& result) {
+        const bool fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
+        const int file = fabric ? open(static_cast<const char*>(shareable), O_RDWR | O_CLOEXEC)
+                                : static_cast<int>(reinterpret_cast<std::intptr_t>(shareable));
+        std::uint64_t made = 0;
+        const CUresult code = s.model->memory.import_file(&made, file);
+        if (fabric && file >= 0) close(file);
+        if (code == CUDA_SUCCESS) result = *handle = made;
+        return code;
+      });
 }
 
 SIMCUDA_ENTRY(cuMemMap)(CUdeviceptr ptr, size_t size, size_t offset,

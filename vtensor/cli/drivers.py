@@ -27,6 +27,8 @@ class Driver:
     """A pool's default page size."""
     budget: int | None = None
     """A pool's default budget."""
+    sharing: str | None = None
+    """How a shareable pool's pages go to other processes: see :class:`vtensor.PoolStats`."""
 
 
 def drivers() -> list[Driver]:
@@ -40,7 +42,9 @@ def _host() -> Driver:
     try:
         with vtensor.Pool("cpu", prefetch=0) as pool:
             smallest = max(4096, os.sysconf("SC_PAGE_SIZE"))
-            return Driver("cpu", True, "memfd and mmap", smallest, pool.page_size, pool.budget)
+            return Driver(
+                "cpu", True, "memfd and mmap", smallest, pool.page_size, pool.budget, _sharing("cpu")
+            )
     except vtensor.VTensorError as error:
         return Driver("cpu", False, str(error))
 
@@ -50,9 +54,18 @@ def _cuda(index: int) -> Driver:
     try:
         with vtensor.Pool(device, prefetch=0) as pool:
             name = torch.cuda.get_device_name(index)
-            return Driver(device, True, name, granularity(index), pool.page_size, pool.budget)
+            smallest, sharing = granularity(index), _sharing(device)
+            return Driver(device, True, name, smallest, pool.page_size, pool.budget, sharing)
     except vtensor.VTensorError as error:
         return Driver(device, False, str(error))
+
+
+def _sharing(device: str) -> str:
+    try:
+        with vtensor.Pool(device, prefetch=0, shareable=True) as pool:
+            return pool.stats().sharing
+    except vtensor.InvalidArgument:
+        return "none"
 
 
 def _why_no_cuda() -> str:

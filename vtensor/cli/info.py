@@ -99,7 +99,7 @@ def _driver_line(driver: Driver) -> str:
         return f"not here: {driver.detail}"
     return (
         f"{driver.detail}; pages of {_bytes(driver.page_size)}, at least {_bytes(driver.granularity)}; "
-        f"budget {_bytes(driver.budget)}"
+        f"budget {_bytes(driver.budget)}; other processes read pages by: {driver.sharing}"
     )
 
 

@@ -1,0 +1,347 @@
+"""Readers of a device's pages: order with the work of both processes, refused driver calls, and what the device
+can share. Over the simulated libcuda; what holds on the host too is in test_readers.py."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import threading
+
+import pytest
+import torch
+
+import vtensor
+from cuda_support import device, needs_simcuda
+from support import simcuda_disarm, simcuda_leaks, simcuda_library
+from vtensor import _core, sharing
+
+pytestmark = needs_simcuda
+
+PAGE = 4096
+HANDLES = {"descriptors": 1, "fabric": 9}  # types of handles that the device takes
+
+
+@pytest.fixture(params=HANDLES)
+def way(request):
+    with device(handle_types=HANDLES[request.param]):
+        yield request.param
+
+
+@pytest.fixture
+def make_pool(pool_factory, sim):
+    return lambda pages=256, **kw: pool_factory("simcuda", pages, shareable=True, **kw)
+
+
+def rows(pool, n, capacity=4096):
+    """Two rows of `n` positions of 256 bytes."""
+    t = vtensor.empty(2, 0, 64, grow_dim=1, capacity=capacity, pool=pool)
+    return t.append(torch.randn(2, n, 64))
+
+
+def receive(t):
+    """A reader in this process, down in the core."""
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    return _core.ReaderCore(memory, ranges, 2, str(simcuda_library()))
+
+
+def shown(core, t):
+    """What the reader shows of the tensor's capacity."""
+    sizes = (2, t.capacity, 64)
+    return torch.empty(0).set_(core.storage(0), t._core.phase // 4, sizes, t.stride())
+
+
+def assert_shows(core, t):
+    begin, end = core.words
+    assert torch.equal(shown(core, t)[:, begin:end], t)
+
+
+def launch(sim, stream, core, t):
+    """A kernel of the reader's over all that it shows."""
+    for row in shown(core, t):
+        sim.kernel(stream, row, *core.words)
+
+
+class Beside:
+    """Runs `body` in another thread."""
+
+    def __init__(self, body):
+        self.result = None
+
+        def run():
+            try:
+                self.result = body()
+            except Exception as error:
+                self.result = error
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def waits(self):
+        self.thread.join(0.1)
+        return self.thread.is_alive()
+
+    def ends(self):
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        return self.result
+
+
+# -- order
+
+
+def test_a_sync_waits_for_the_work_that_the_writer_has_launched(make_pool, sim):
+    t = rows(make_pool(), 10)
+    core = receive(t)
+    core.sync()
+    stream = sim.stream(held=True)
+    t.record_stream(stream)
+    for change in (lambda: t.extend(500), lambda: t.extend(1)):  # with new pages, and without
+        change()
+        sim.kernel(stream, t, t.length - 1, writes=7)
+        reading = Beside(core.sync)
+        assert reading.waits()
+        sim.release(stream)
+        assert reading.ends() is True
+        assert core.words[1] == t.length
+        assert_shows(core, t)
+        sim.hold(stream)
+    sim.release(stream)
+    core.close()
+
+
+def test_a_sync_takes_pages_away_only_after_the_readers_kernels(make_pool, sim):
+    t = rows(make_pool(), 500)
+    core = receive(t)
+    core.sync()
+    stream = sim.stream(held=True)
+    launch(sim, stream, core, t)
+    core.record_stream(stream)
+    t.truncate(0)
+    t.pool.wait_idle()
+    reading = Beside(core.sync)
+    assert reading.waits()
+    assert t.pool.stats().pages_held_by_readers > 0
+    sim.release(stream)
+    assert reading.ends() is True and core.words == [0, 0]
+    assert t.pool.stats().pages_held_by_readers == 0
+    assert sim.illegal_accesses() == 0
+    core.close()
+
+
+def test_a_close_waits_for_them_too(make_pool, sim):
+    t = rows(make_pool(), 100)
+    core = receive(t)
+    core.sync()
+    stream = sim.stream(held=True)
+    launch(sim, stream, core, t)
+    closing = Beside(core.close)
+    assert closing.waits()
+    sim.release(stream)
+    closing.ends()
+    assert sim.illegal_accesses() == 0
+
+
+def test_a_wait_for_the_writers_work_is_bounded(make_pool, sim):
+    t = rows(make_pool(patience=0.2), 10)
+    core = receive(t)
+    core.sync()
+    stream = sim.stream(held=True)
+    t.record_stream(stream)
+    t.extend(300)
+    sim.kernel(stream, t, 0, 310)
+    with pytest.raises(vtensor.VTensorError, match="hands no pages over.*timed out after 0.2 s"):
+        core.sync()
+    assert core.words == [0, 10]
+    sim.release(stream)
+    assert core.sync() is True
+    assert_shows(core, t)
+    core.close()
+
+
+def test_a_writer_that_captures_a_graph_says_so(make_pool, sim):
+    t = rows(make_pool(), 10)
+    core = receive(t)
+    core.sync()
+    stream = sim.stream()
+    t.record_stream(stream)
+    t.extend(1)
+    sim.begin_capture(stream)
+    with pytest.raises(vtensor.VTensorError, match="being captured into a CUDA graph"):
+        core.sync()
+    sim.destroy_graph(sim.end_capture(stream))
+    assert core.sync() is True and core.words == [0, 11]
+    core.close()
+
+
+# -- pages
+
+
+def test_more_pages_than_a_message_has_come_in_one_sync(make_pool, way):
+    t = rows(make_pool(1000), 10)
+    core = receive(t)
+    t.append(torch.randn(2, 4000, 64))
+    assert core.sync() is True and core.mapped(0) > 300
+    assert_shows(core, t)
+    core.close()
+
+
+def test_one_page_at_two_places_is_fetched_once(make_pool, way):
+    t = rows(make_pool(), 300)
+    moved = t.reindex([1, 1]) if t.shape[0] == 2 else t
+    core = receive(moved)
+    core.sync()
+    assert_shows(core, moved)
+    core.close()
+
+
+def test_the_device_says_how_its_pages_go(make_pool, way):
+    assert make_pool().stats().sharing == way
+
+
+def test_fabric_handles_that_are_not_permitted_are_not_used(make_pool):
+    with device(handle_types=9, imex=0):
+        assert make_pool().stats().sharing == "descriptors"
+
+
+def test_a_pool_whose_device_shares_nothing_is_refused(make_pool):
+    with device(handle_types=0), pytest.raises(vtensor.InvalidArgument, match="cuda:0 makes no memory"):
+        make_pool()
+    with device(handle_types=8, imex=0), pytest.raises(vtensor.InvalidArgument, match="makes no memory"):
+        make_pool()
+
+
+def test_a_pool_that_is_not_shareable_exports_nothing(pool_factory):
+    pool = pool_factory("simcuda")
+    t = rows(pool, 10, capacity=100)
+    assert pool.stats().sharing == "none"
+    with pytest.raises(vtensor.InvalidArgument, match="shareable=True"):
+        receive(t)
+
+
+def test_a_reader_finds_the_device_whatever_its_number(make_pool):
+    with device(devices=3):
+        t = rows(make_pool(), 10)
+        with device(first_uuid=0):  # the writer's is the second here
+            core = receive(t)
+        core.sync()
+        assert_shows(core, t)
+        core.close()
+        with (
+            device(first_uuid=5),
+            pytest.raises(vtensor.InvalidArgument, match="none of the 3 CUDA devices.*CUDA_VISIBLE_DEVICES"),
+        ):
+            receive(t)
+
+
+# -- trust and ends
+
+
+def test_what_is_no_socket_of_the_writer_is_refused(make_pool):
+    t, other = rows(make_pool(), 10), rows(make_pool(), 10)
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    os.close(memory)
+    with pytest.raises(vtensor.InvalidArgument, match="no socket"):
+        _core.ReaderCore(os.memfd_create("other"), ranges, 2, str(simcuda_library()))
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    os.close(memory)
+    memory, unused = _core.TensorCore.open_for_readers(other._core, other)
+    os.close(unused[0])
+    core = _core.ReaderCore(memory, ranges, 2, str(simcuda_library()))
+    with pytest.raises(vtensor.VTensorError, match="pages of another pool"):
+        core.sync()
+    core.close()
+
+
+def test_a_question_for_what_is_no_page_is_refused(make_pool):
+    t = rows(make_pool(), 10)
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    file = os.fstat(ranges[0])  # which names the memory
+    question = struct.pack("=QQQIIIBxxxQ", 7, file.st_dev, file.st_ino, 1, 0, 0, 0, 12345)
+    with socket.socket(fileno=memory) as asking:
+        asking.settimeout(30)
+        asking.send(question)
+        answer = asking.recv(2000)
+    assert struct.unpack_from("=Q", answer) == (7,) and b"12345 was asked for, which is no page" in answer
+    os.close(ranges[0])
+
+
+def test_a_message_that_is_none_ends_that_connection_alone(make_pool):
+    t = rows(make_pool(), 10)
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    os.close(ranges[0])
+    with socket.socket(fileno=memory) as bad:
+        bad.send(b"give me everything" * 10)
+        bad.settimeout(30)
+        assert bad.recv(100) == b""
+    core = receive(t)
+    core.sync()
+    assert_shows(core, t)
+    core.close()
+
+
+def test_an_answer_that_is_none_is_refused(make_pool):
+    t = rows(make_pool(), 10)
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    os.close(memory)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    core = _core.ReaderCore(theirs.detach(), ranges, 2, str(simcuda_library()))
+    reading = Beside(core.sync)
+    ours.recv(10_000)
+    ours.send(b"nonsense")
+    assert isinstance(reading.ends(), vtensor.Closed)
+    ours.close()
+    core.close()
+
+
+def test_readers_of_a_pool_that_has_ended_say_so(make_pool):
+    pool = make_pool()
+    t = rows(pool, 10)
+    core = receive(t)
+    core.sync()
+    seen = shown(core, t)[:, :10].clone()
+    t.close()
+    pool.close()
+    with pytest.raises(vtensor.Closed, match="stays readable"):
+        core.sync()
+    assert torch.equal(seen, torch.empty(0).set_(core.storage(0), 0, seen.shape, (4096 * 64, 64, 1)))
+    core.close()
+
+
+# -- refused calls
+
+
+@pytest.mark.parametrize("code", [2, 999], ids=["out of memory", "unknown"])
+def test_each_refused_call_of_a_reader_is_a_refusal(make_pool, sim, way, code):
+    t = rows(make_pool(), 10)
+    before = simcuda_leaks().handles
+    refused = 0
+    for n in itertools.count():
+        t.truncate(10)
+        core = None
+        sim.fail("*", n, 1, code)
+        try:
+            core = receive(t)
+            core.sync()
+            t.append(torch.randn(2, 200, 64))
+            core.sync()
+            t.truncate(20)
+            core.sync()
+        except vtensor.VTensorError:
+            refused += 1
+        still = simcuda_disarm()
+        if core is not None:
+            t.append(torch.randn(2, 30, 64))
+            try:
+                core.sync()
+                assert_shows(core, t)
+            except vtensor.DriverError:  # what could not be undone is raised each time
+                pass
+            core.close()
+        if still:
+            break
+    assert refused > 30
+    t.truncate(10)
+    t.pool.trim()
+    assert simcuda_leaks().handles <= before
