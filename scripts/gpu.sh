@@ -95,7 +95,7 @@ else
   attempt "Offline build" build
   is_built=$([ ${#failed[@]} -eq 0 ] && echo true || echo false)
   if $gpu; then wait "$asking" || failed+=("Questions while it builds"); fi
-  if $is_built; then attempt "GPU tests" gpu_tests cuda_mapping cuda_tensor beside_cuda_core torch_memory; fi
+  if $is_built; then attempt "GPU tests" gpu_tests cuda_mapping cuda_tensor shared_memory beside_cuda_core torch_memory; fi
   if $gpu; then attempt "Questions" questions rest 70; fi
   if $is_built; then attempt "GPU tests of attention" gpu_tests attention; fi
   if $gpu && $is_built && [ $((limit - SECONDS)) -ge 60 ]; then attempt "Benchmarks" benchmarks; fi

@@ -60,8 +60,8 @@ class PoolStats:
         pages_cached: mapped pages that freed tensors left for the next one.
         pages_pinned: mapped pages that only views of older extents, or running work, still use.
         pages_orphaned: pinned pages that belong to no open tensor any more and go with their last view.
-        sharing: how pages go to readers in other processes: ``"file"`` (all at once, on the host), ``"fabric"``
-            (by CUDA fabric handles), ``"descriptors"`` (one a page, on CUDA), or ``"none"``.
+        sharing: how pages go to readers in other processes: ``"file"`` (all at once, on the host),
+            ``"fabric"`` (by CUDA fabric handles), ``"descriptors"`` (one a page, on CUDA), or ``"none"``.
         nbytes_mapped: ``pages_mapped`` in bytes.
         nbytes_held: bytes of used and spare pages, and of those beside the budget: what this pool counts in
             a shared budget.

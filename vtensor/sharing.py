@@ -12,9 +12,10 @@ the same physical pages::
     k.append(new)          # in the first one
     reader.sync()          # True if something changed: reader.length is now the writer's
 
-The writer tells its readers nothing: it keeps its page table and its length in memory that both map, and a
-reader looks there when it syncs. A page that a reader may see is not reused before that reader syncs, closes
-or dies (epoch-based reclamation, by a version that each reader holds).
+The writer keeps its page table and its length in memory that both map, and a reader looks there when it
+syncs. On a GPU it then also asks the writer, which answers once its work on the device has ended. A page that
+a reader may see is not reused before that reader syncs, closes or dies (epoch-based reclamation, by a version
+that each reader holds).
 """
 
 from __future__ import annotations
@@ -104,14 +105,16 @@ class Reader(VTensor):
         """Shows what the writer has now. True if that is anything new.
 
         Reads shared memory. It maps what is new in one batch, and makes no system call if nothing is, but for
-        a look every 50 ms at whether the writer lives.
+        a look every 50 ms at whether the writer lives. On a GPU, if anything is new, it waits until the work
+        that the writer has launched has ended, and before pages go until the caller's has.
 
         Raises:
             Closed: the writer has closed the tensor, moved it (``reallocate``, ``when_full="move"``) or
                 ended. What was read last stays readable.
             Asleep: the writer's pool has put the tensor to sleep.
-            TimedOut: the writer was stopped in the middle of a change.
+            TimedOut: the writer was stopped, or work on the device does not end.
             DriverError: the system refused to map a page. The length is as before.
+            VTensorError: the writer hands no pages over; the message says why.
         """
         changed: bool = ReaderCore.sync(self._core)
         words = self._core.words

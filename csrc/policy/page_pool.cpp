@@ -29,7 +29,7 @@ namespace {
 // How long a wait sleeps before it looks again without having been woken.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 // How often the worker looks whether readers in other processes have gone on, or died.
-constexpr std::chrono::nanoseconds kLookAtReaders = std::chrono::milliseconds(50);
+constexpr std::chrono::nanoseconds kLookAtReaders = std::chrono::milliseconds(20);
 // A question without a request waits no longer for the other pools of a shared budget.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::milliseconds(50);
 // A thread that waits for driver calls to end waits for no more than so many pages to be released.

@@ -121,9 +121,16 @@ std::optional<PageMessage> PageSocket::receive(bool& ended) {
   }
   Head head{};
   ended = true;
-  if (size < static_cast<ssize_t>(sizeof head) || (got.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
+  if (size < static_cast<ssize_t>(sizeof head) || (got.msg_flags & MSG_TRUNC) != 0)
     return std::nullopt;
   std::memcpy(&head, bytes.data(), sizeof head);
+  message.number = head.number;
+  if ((got.msg_flags & MSG_CTRUNC) != 0) {
+    ended = false;
+    message.close_pages();
+    message.refusal = "this process may open no more descriptors: raise the limit (ulimit -n)";
+    return message;
+  }
   const bool fabric = head.kind == ExportKind::fabric;
   const std::size_t fabrics = fabric ? head.pages : 0;
   if (head.handles > PageMessage::kMost || head.pages > PageMessage::kMost ||
@@ -133,7 +140,6 @@ std::optional<PageMessage> PageSocket::receive(bool& ended) {
     return std::nullopt;
   ended = false;
   const std::byte* at = bytes.data() + sizeof head;
-  message.number = head.number;
   message.memory = head.memory;
   message.kind = head.kind;
   message.handles.resize(head.handles);

@@ -121,7 +121,7 @@ void WriterMemory::ask(std::span<const Handle> theirs, Fetched& fetched) {
     if (gone) throw ended();
     if (answer && answer->number == asked_) {
       if (!answer->refusal.empty())
-        throw Error("[", kOperation, "] the writer hands no pages over: ", answer->refusal);
+        throw Error("[", kOperation, "] no pages came from the writer: ", answer->refusal);
       if (answer->pages.size() != theirs.size() || answer->kind != exports_)
         refuse_received("the writer's answer does not fit the question");
       for (std::size_t i = 0; i < theirs.size(); ++i) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import zlib
 from typing import Any
@@ -28,6 +29,12 @@ def read_over(library: str) -> None:
     """Readers of a simulated device use this library from now on."""
     os.environ["SIMCUDA_GRANULARITY"] = "4096"
     sharing.cuda_library = library
+
+
+def limit_descriptors(more: int) -> None:
+    """This process may open so many descriptors more than it has."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + more, hard))
 
 
 def checksum(t: torch.Tensor) -> int:

@@ -1,10 +1,11 @@
-"""Readers of a device's pages: order with the work of both processes, refused driver calls, and what the device
-can share. Over the simulated libcuda; what holds on the host too is in test_readers.py."""
+"""Readers of a device's pages: order with the work of both processes, refused driver calls, what the device can
+share. Over the simulated libcuda. What holds on the host too is in test_readers.py."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import resource
 import socket
 import struct
 import threading
@@ -14,8 +15,9 @@ import torch
 
 import vtensor
 from cuda_support import device, needs_simcuda
+from reader_process import ReaderProcess, limit_descriptors
 from support import simcuda_disarm, simcuda_leaks, simcuda_library
-from vtensor import _core, sharing
+from vtensor import _core
 
 pytestmark = needs_simcuda
 
@@ -151,7 +153,7 @@ def test_a_wait_for_the_writers_work_is_bounded(make_pool, sim):
     t.record_stream(stream)
     t.extend(300)
     sim.kernel(stream, t, 0, 310)
-    with pytest.raises(vtensor.VTensorError, match="hands no pages over.*timed out after 0.2 s"):
+    with pytest.raises(vtensor.VTensorError, match="no pages came from the writer.*timed out after 0.2 s"):
         core.sync()
     assert core.words == [0, 10]
     sim.release(stream)
@@ -194,6 +196,29 @@ def test_one_page_at_two_places_is_fetched_once(make_pool, way):
     core.sync()
     assert_shows(core, moved)
     core.close()
+
+
+@pytest.mark.parametrize("limited", ["reader", "writer"])
+def test_too_few_descriptors_are_a_refusal(make_pool, limited):
+    reader = ReaderProcess()
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        t = rows(make_pool(1000), 10)
+        reader.receive(t)
+        t.append(torch.randn(2, 2000, 64))
+        if limited == "reader":
+            reader.evaluate("limit_descriptors(20)")
+        else:
+            limit_descriptors(20)
+        kind, text = reader.sync()
+        assert kind == "VTensorError"
+        assert ("ulimit -n" if limited == "reader" else "cuMemExportToShareableHandle") in text
+        reader.evaluate("limit_descriptors(1000)")
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        assert reader.sync() is True and torch.equal(reader.read(), t)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        reader.end()
 
 
 def test_the_device_says_how_its_pages_go(make_pool, way):

@@ -26,9 +26,7 @@ class World:
     def __init__(self, kind: str, seed: int) -> None:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
-        self.pool = open_pool(
-            kind, 400, PAGE, shareable=True, prefetch=self.random.choice([0, 64 * PAGE])
-        )
+        self.pool = open_pool(kind, 400, PAGE, shareable=True, prefetch=self.random.choice([0, 64 * PAGE]))
         self.readers = [ReaderProcess() for _ in range(READERS)]
         self.seen: list[tuple[int, int] | None] = [
             None

@@ -363,7 +363,8 @@ def test_a_killed_writer_leaves_what_was_synced(tmp_path, kind):
     with Listener(str(tmp_path / "socket"), "AF_UNIX", authkey=b"x") as listener:
         writer = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "socket"), sharing.cuda_library],
-            env=os.environ | {"SIMCUDA_GRANULARITY": "4096", "SIMCUDA_HANDLE_TYPES": str(HANDLES.get(kind, 1))},
+            env=os.environ
+            | {"SIMCUDA_GRANULARITY": "4096", "SIMCUDA_HANDLE_TYPES": str(HANDLES.get(kind, 1))},
         )
         with listener.accept() as pipe:
             phase = pipe.recv()

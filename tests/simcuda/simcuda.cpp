@@ -232,7 +232,9 @@ SIMCUDA_ENTRY(cuMemExportToShareableHandle)(void* shareable, CUmemGenericAllocat
                     std::snprintf(reinterpret_cast<char*>(name), sizeof(CUmemFabricHandle),
                                   "/proc/%d/fd/%d", getpid(), file);
                   } else {
-                    *static_cast<int*>(shareable) = fcntl(file, F_DUPFD_CLOEXEC, 0);
+                    const int made = fcntl(file, F_DUPFD_CLOEXEC, 0);
+                    if (made < 0) return CUDA_ERROR_UNKNOWN;
+                    *static_cast<int*>(shareable) = made;
                   }
                   return CUDA_SUCCESS;
                 });
