@@ -143,7 +143,8 @@ std::optional<PageMessage> PageSocket::receive(bool& ended) {
   message.memory = head.memory;
   message.kind = head.kind;
   message.handles.resize(head.handles);
-  std::memcpy(message.handles.data(), at, head.handles * sizeof(Handle));
+  std::copy_n(at, head.handles * sizeof(Handle),
+              reinterpret_cast<std::byte*>(message.handles.data()));
   at += head.handles * sizeof(Handle);
   message.refusal.assign(reinterpret_cast<const char*>(at), head.text);
   at += head.text;
