@@ -336,6 +336,7 @@ std::size_t PagePool::trim() {
   const Counted quiescing(quiescing_);
   quiesce(lock, "Pool.trim");
   settle_all(lock);
+  shared_.collect();
   if (traits().adjacent_handles) return store_.release_adjacent();
   const std::size_t pages = store_.spare().size();
   for (std::size_t left = pages; left != 0 && store_.spare().oldest();) {

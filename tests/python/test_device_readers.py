@@ -221,6 +221,20 @@ def test_too_few_descriptors_are_a_refusal(make_pool, limited):
         reader.end()
 
 
+def test_pages_that_a_reader_shows_no_more_are_given_back(make_pool, way):
+    t = rows(make_pool(), 10)
+    core = receive(t)
+    core.sync()
+    before = simcuda_leaks().handles
+    t.append(torch.randn(2, 1000, 64))
+    core.sync()
+    t.truncate(10)
+    core.sync()
+    t.pool.trim()
+    assert simcuda_leaks().handles == before
+    core.close()
+
+
 def test_the_device_says_how_its_pages_go(make_pool, way):
     assert make_pool().stats().sharing == way
 
@@ -316,6 +330,21 @@ def test_an_answer_that_is_none_is_refused(make_pool):
     ours.recv(10_000)
     ours.send(b"nonsense")
     assert isinstance(reading.ends(), vtensor.Closed)
+    ours.close()
+    core.close()
+
+
+def test_an_answer_to_an_older_question_is_passed_over(make_pool):
+    t = rows(make_pool(), 10)
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    os.close(memory)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    core = _core.ReaderCore(theirs.detach(), ranges, 2, str(simcuda_library()))
+    reading = Beside(core.sync)
+    (number,) = struct.unpack_from("=Q", ours.recv(10_000))
+    for answered, text in ((number - 1, b"late"), (number, b"now")):
+        ours.send(struct.pack("=QQQIIIBxxx", answered, 0, 0, 0, 0, len(text), 0) + text)
+    assert str(reading.ends()).endswith("no pages came from the writer: now")
     ours.close()
     core.close()
 
