@@ -118,9 +118,7 @@ std::size_t drive(const std::shared_ptr<PagePool>& pool, const SimcudaControl& c
 // Returns how many operations were refused. `blocking`: unmap and set-access wait for the device,
 // which is busy.
 std::size_t hammer(const PoolOptions& options, std::size_t pages, bool blocking = false) {
-  const SimcudaControl control;
-  control.reset();
-  control.configure("granularity", kBytes);
+  const FreshDevice control(kBytes);
   control.configure("blocking", blocking);
   const std::size_t steps = blocking ? 300 : 2000;
   control.unseen_events(2);
@@ -178,9 +176,7 @@ TEST_CASE("streams and leases where driver calls wait for the device") {
 // A driver call of each kind takes so long that others come meanwhile, if the lock lets them.
 TEST_CASE("the lock is free while driver calls wait for the device") {
   constexpr double kBusy = 100;  // ms
-  const SimcudaControl control;
-  control.reset();
-  control.configure("granularity", kBytes);
+  const FreshDevice control(kBytes);
   std::shared_ptr<PagePool> pool = open_pool(256, {.prefetch = 8 * kBytes});
   const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), true};
   const std::uint64_t elsewhere = control.make_stream(0);
@@ -253,9 +249,7 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
 // Two of four pages are wanted ahead while the other tensor has them all.
 TEST_CASE("pages are wanted as long as some are on their way out, and no longer") {
   constexpr double kBusy = 100;  // ms
-  const SimcudaControl control;
-  control.reset();
-  control.configure("granularity", kBytes);
+  const FreshDevice control(kBytes);
   std::shared_ptr<PagePool> pool = open_pool(4, {.prefetch = 8 * kBytes});
   const RowShape shape{1, kBytes / 2, kCapacity, 0, false};
   const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
@@ -286,9 +280,7 @@ TEST_CASE("pages are wanted as long as some are on their way out, and no longer"
 
 // Where calls wait for the device, the mapper is unmapping when the owner leaves.
 TEST_CASE("what is freed while a part of it is unmapped is kept for the next owner") {
-  const SimcudaControl control;
-  control.reset();
-  control.configure("granularity", kBytes);
+  const FreshDevice control(kBytes);
   std::shared_ptr<PagePool> pool = open_pool(64, {.prefetch = 8 * kBytes, .cache = 64 * kBytes});
   const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
   std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, kCapacity, 0, false}, caller);
@@ -312,9 +304,7 @@ TEST_CASE("what is freed while a part of it is unmapped is kept for the next own
 }
 
 TEST_CASE("free pages that a refused look-ahead has taken are free again") {
-  const SimcudaControl control;
-  control.reset();
-  control.configure("granularity", kBytes);
+  const FreshDevice control(kBytes);
   std::shared_ptr<PagePool> pool = open_pool(8, {.prefetch = 8 * kBytes});
   const RowShape shape{1, kBytes, kCapacity, 0, false};
   const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
@@ -336,9 +326,7 @@ TEST_CASE("free pages that a refused look-ahead has taken are free again") {
 
 // It has no other work than to zero what was freed.
 TEST_CASE("a refusal of the mapper's first call is raised once, and the mapper asked again") {
-  const SimcudaControl control;
-  control.reset();
-  control.configure("granularity", kBytes);
+  const FreshDevice control(kBytes);
   std::shared_ptr<PagePool> pool = open_pool(8, {.cache = 8 * kBytes});
   const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
   const std::uint64_t before = control.calls("cuMemGetInfo");
@@ -359,9 +347,7 @@ TEST_CASE("a refusal of the mapper's first call is raised once, and the mapper a
 }
 
 TEST_CASE("pages of the last owner are not ready with those that come behind them (I7)") {
-  const SimcudaControl control;
-  control.reset();
-  control.configure("granularity", kBytes);
+  const FreshDevice control(kBytes);
   std::shared_ptr<PagePool> pool = open_pool(8, {.prefetch = 8 * kBytes, .cache = 8 * kBytes});
   const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
   const RowShape shape{1, kBytes, 8, 0, false};

@@ -149,9 +149,7 @@ TEST_CASE("I3, I7: readers see whole and lasting contents while pages go between
     for (const std::size_t prefetch : {std::size_t{0}, 16 * kBytes}) {
       CAPTURE(on_device);
       CAPTURE(prefetch);
-      const SimcudaControl control;
-      control.reset();
-      control.configure("granularity", kBytes);
+      const FreshDevice device(kBytes);
       const auto pool = open_pool(on_device, 80, prefetch);
       std::atomic<bool> over{false};
       std::atomic<std::size_t> wrong{0}, syncs{0};

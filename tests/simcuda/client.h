@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 
+#include <cstddef>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -57,5 +58,13 @@ struct SimcudaControl {
     char text[256];
     log_line(index, text, sizeof text);
     return text;
+  }
+};
+
+// The simulated device as it begins, with pages of this size.
+struct FreshDevice : SimcudaControl {
+  explicit FreshDevice(std::size_t page_size) {
+    reset();
+    configure("granularity", page_size);
   }
 };
