@@ -46,12 +46,18 @@ from vtensor.tensor import TensorCore, VTensor
 ReaderCore = _core.ReaderCore
 PageRecord = _core.PageRecord
 
-# These methods change no element, although they end as those do that write in place.
-_HARMLESS = frozenset(["requires_grad_", "detach_", "share_memory_", "resize_", "resize_as_", "set_"])
-_WRITING_OPERATORS = (
-    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__".split()
-    + ("__iand__ __ior__ __ixor__ __ilshift__ __irshift__".split())
-)
+# What a reader refuses, by what to do instead. The harmless methods write nothing, although they end in "_".
+_HARMLESS = {"requires_grad_", "detach_", "share_memory_", "resize_", "resize_as_", "set_"}
+_IN_PLACE = {
+    name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")
+} - _HARMLESS
+_OPERATORS = "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
+_REFUSED = {
+    "call it in the process that writes": (
+        "extend prepare append shrink truncate reallocate fork unshare reindex".split()
+    ),
+    "write to a copy, x.clone()": [*_IN_PLACE, *(f"__{name}__" for name in _OPERATORS.split())],
+}
 
 
 @dataclass(frozen=True)
@@ -252,24 +258,10 @@ def _refuse(name: str, instead: str) -> Any:
     return refused
 
 
-for _name in (
-    "extend",
-    "prepare",
-    "append",
-    "shrink",
-    "truncate",
-    "reallocate",
-    "fork",
-    "unshare",
-    "reindex",
-):
-    setattr(Reader, _name, _refuse(_name, "call it in the process that writes"))
-for _name in [name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")]:
-    if _name not in _HARMLESS:
-        setattr(Reader, _name, _refuse(_name, "write to a copy, x.clone()"))
-for _name in _WRITING_OPERATORS:
-    setattr(Reader, _name, _refuse(_name, "write to a copy, x.clone()"))
-del _name
+for _instead, _names in _REFUSED.items():
+    for _name in _names:
+        setattr(Reader, _name, _refuse(_name, _instead))
+del _instead, _names, _name
 
 
 # -- handing over
@@ -295,17 +287,20 @@ class _Descriptor:
             weakref.finalize(child, os.close, descriptor)  # the child gets it when it starts
 
     def receive(self) -> int:
-        descriptor: int = self._sent.detach()
-        return descriptor
+        return int(self._sent.detach())
 
 
-_Files = tuple[int, list[int]]  # of the pool's memory, and of each range
-_Sent = list[_Descriptor]
+_Sent = list[_Descriptor]  # of the pool's memory, and of each range
 
 
-def _send(files: _Files) -> _Sent:
-    memory, ranges = files
-    return [_Descriptor(descriptor) for descriptor in (memory, *ranges)]
+def _send(files: tuple[int, list[int]]) -> _Sent:
+    unsent = [files[0], *files[1]]
+    try:
+        return [_Descriptor(unsent.pop(0)) for _ in range(len(unsent))]
+    except BaseException:
+        for descriptor in unsent:
+            os.close(descriptor)
+        raise
 
 
 def _receive(sent: _Sent, words: int) -> ReaderCore:
