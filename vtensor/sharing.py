@@ -1,4 +1,4 @@
-"""Memory that other processes read while it grows: no copy, and no message for growth.
+"""Memory that other processes read while it grows, without a copy.
 
 A :class:`~vtensor.VTensor` of a pool made with ``shareable=True`` goes through a queue, a pipe or a process's
 arguments of :mod:`multiprocessing` or :mod:`torch.multiprocessing`. What arrives is a :class:`Reader` over
@@ -122,12 +122,15 @@ class Reader(VTensor):
             DriverError: the system refused to map a page. The length is as before.
             VTensorError: the writer hands no pages over; the message says why.
         """
-        changed: bool = ReaderCore.sync(self._core)
-        words = self._core.words
-        if words == self._words:
-            return changed
-        self._show(*words)  # also if an exception came before it the last time
-        return True
+        changed = False
+        try:
+            changed = ReaderCore.sync(self._core)
+        finally:
+            words = self._core.words  # also where pages could not be unmapped
+            if words != self._words:
+                self._show(*words)
+                changed = True
+        return changed
 
     def _show(self, begin: int, end: int) -> None:
         with without_modes():
@@ -342,8 +345,8 @@ def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:
 class ObjectReader(StaysHere):
     """What another process reads of an object: plain tensors that :meth:`sync` does not replace.
 
-    They have their full size from the beginning, and read as zeros where the writer has nothing. Writing to
-    one ends the process.
+    They have their full size from the beginning. Where the writer has nothing they read as zeros, and on a GPU
+    fault. Writing to one ends the process.
     """
 
     _core: ReaderCore
@@ -391,7 +394,7 @@ class ArenaReader(ObjectReader):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The range as a ``uint8`` tensor ``[nbytes]``. Blocks that are not mapped read as zeros."""
+        """The range as a ``uint8`` tensor ``[nbytes]``. On the host, blocks that are not mapped read as zeros."""
         return self._at("tensor")
 
 
@@ -409,7 +412,7 @@ class CacheReader(ObjectReader):
     @property
     def lengths(self) -> list[int]:
         """The tokens of each slot, as last synced: 0 if it is free, swapped out, or still being filled from a
-        prefix or from host memory. Layers with a window read zeros before what the window still sees."""
+        prefix or from host memory. On the host, layers with a window read zeros before what it still sees."""
         return self._core.words
 
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:

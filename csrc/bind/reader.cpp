@@ -56,15 +56,16 @@ class ReaderCore {
     const Operation operation(*this);
     RangeReaders& readers = open();
     const Caller caller = operation.caller();
+    const bool stale = readers.stale();
     // Of anything new it may have to wait for the writer.
-    return readers.stale() ? without_gil([&] { return readers.sync(caller); })
-                           : readers.sync(caller);
+    return stale ? without_gil([&] { return readers.sync(caller, true); })
+                 : readers.sync(caller, false);
   }
   void record_stream(Stream stream) {
     const Operation operation(*this);
     WriterMemory& memory = open().memory();
     memory.driver().require_own("reader", stream);
-    memory.note({"reader", stream, true});
+    memory.note({"reader", stream});  // as a stream of torch's: it is used again when pages go
   }
   nb::object storage(std::size_t i) {
     const RangeReader& range = open().at(i);

@@ -63,7 +63,7 @@ class TorchBridge {
   // A storage over `generation`, whose end ends the generation. `address` and `bytes` are the
   // extent. The storage refuses to be shared with other processes.
   nb::object storage_over(Generation* generation, Address address, std::size_t bytes);
-  // The same over memory of the host that `owner` keeps.
+  // The same over memory that `owner` keeps.
   nb::object storage_over(std::shared_ptr<void> owner, Device device, Address address,
                           std::size_t bytes);
   nb::object empty_storage(nb::handle device);

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/align.h"
+#include "base/descriptor.h"
 #include "base/errors.h"
 #include "base/process.h"
 #include "driver/cuda_calls.h"
@@ -90,7 +91,9 @@ class CudaDriver final : public Driver {
   void find_device(const CudaOptions& options);
   void choose_exports();
   void probe_rdma();
-  bool may_create();
+  void probe_exports();
+  template <typename Body>
+  bool accepts(Body body);
   bool close();
 
   CudaCalls cuda_;
@@ -163,6 +166,7 @@ void CudaDriver::open(const CudaOptions& options) {
   copy_stream_ = streams_.copies();
   timeout_ = options.timeout;
   copies_.open(traits_.page_size, timeout_);
+  if (options.uuid != DeviceUuid{}) return;  // a reader makes no pages of its own
   probe_rdma();
   if (options.shareable) choose_exports();
 }
@@ -174,9 +178,11 @@ void CudaDriver::find_device(const CudaOptions& options) {
   cuda_.device = by_uuid ? 0 : options.device;
   for (; cuda_.device >= 0 && cuda_.device < count; ++cuda_.device) {
     cuda_.require("open", cuda_.cuDeviceGet, &device_, cuda_.device);
-    CUuuid uuid{};
-    cuda_.require("open", cuda_.cuDeviceGetUuid, &uuid, device_);
-    std::copy(std::begin(uuid.bytes), std::end(uuid.bytes), traits_.uuid.begin());
+    if (by_uuid || options.shareable) {
+      CUuuid uuid{};
+      cuda_.require("open", cuda_.cuDeviceGetUuid, &uuid, device_);
+      std::copy(std::begin(uuid.bytes), std::end(uuid.bytes), traits_.uuid.begin());
+    }
     traits_.device = {options.memory_is_host_memory ? 1 : 2, cuda_.device};
     if (!by_uuid || traits_.uuid == options.uuid) return;
   }
@@ -191,11 +197,11 @@ void CudaDriver::find_device(const CudaOptions& options) {
 // Some machines have the attribute and refuse the flag all the same.
 void CudaDriver::probe_rdma() {
   if (properties_.allocFlags.gpuDirectRDMACapable == 0) return;
-  if (!may_create()) properties_.allocFlags.gpuDirectRDMACapable = 0;
+  if (!accepts([this] { destroy(create(1), 1); })) properties_.allocFlags.gpuDirectRDMACapable = 0;
 }
 
-// Fabric handles first: they take no descriptors. A device may have the attribute and refuse them
-// all the same, where no IMEX channel is set up.
+// Fabric handles first: they take no descriptors. A device may have the attribute and refuse to
+// make, export or import them all the same, where no IMEX channel is set up.
 void CudaDriver::choose_exports() {
   struct Choice {
     ExportKind kind;
@@ -211,21 +217,36 @@ void CudaDriver::choose_exports() {
   for (const Choice& choice : kChoices) {
     if (!attribute(choice.attribute)) continue;
     properties_.requestedHandleTypes = choice.type;
-    if (traits_.page_size % granularity(CU_MEM_ALLOC_GRANULARITY_MINIMUM) != 0 || !may_create())
-      continue;
+    if (traits_.page_size % granularity(CU_MEM_ALLOC_GRANULARITY_MINIMUM) != 0) continue;
     traits_.exports = choice.kind;
-    return;
+    if (accepts([&] { probe_exports(); })) return;
+    traits_.exports = ExportKind::none;
   }
   throw InvalidArgument("[Pool] shareable=True was asked for, cuda:", cuda_.device,
                         " makes no memory that other processes can read: use another device, or "
                         "leave it out");
 }
 
-// False if the device refuses memory of these properties.
-bool CudaDriver::may_create() {
-  Handle page = 0;
+// A page goes the whole way.
+void CudaDriver::probe_exports() {
+  const Handle page = create(1);
   try {
-    page = create(1);
+    const ExportedPage exported = export_page(page);
+    const Descriptor descriptor(exported.descriptor);
+    const Handle imported = import_page(exported, traits_.exports);
+    if (imported != page) destroy(imported, 1);
+  } catch (const DriverError&) {
+    destroy(page, 1);
+    throw;
+  }
+  destroy(page, 1);
+}
+
+// Runs `body`, which makes pages. False if the device refuses them for their properties.
+template <typename Body>
+bool CudaDriver::accepts(Body body) {
+  try {
+    body();
   } catch (const DeviceOutOfMemory&) {
     return true;  // not because of the properties
   } catch (const DriverError& refusal) {
@@ -238,7 +259,6 @@ bool CudaDriver::may_create() {
         throw;
     }
   }
-  destroy(page, 1);
   return true;
 }
 

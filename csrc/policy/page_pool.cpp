@@ -18,7 +18,6 @@
 #include "policy/make_room.h"
 #include "vmm/copy_on_write.h"
 #include "vmm/pending_work.h"
-#include "vmm/wait.h"
 
 namespace vtensor {
 
@@ -118,25 +117,32 @@ PagePool::~PagePool() {
 int PagePool::open_for_readers(const char* operation) {
   if (traits().exports == ExportKind::file) return driver_->export_page(0).descriptor;
   const PoolLock lock(shared_from_this());
+  if (retired()) throw Closed("[", operation, "] the pool is closed");
   if (!sender_) sender_ = std::make_unique<PageSender>(operation, shared_from_this());
   return sender_->connect(operation, *this);
 }
 
 void PagePool::export_pages(const PageMessage& asked, PageMessage& answer) {
-  PendingWork work(*driver_);
+  answer.kind = traits().exports;
+  if (asked.handles.empty()) return await_work("reader");
   {
     const PoolLock lock(shared_from_this());
     if (!(asked.memory == shared_.memory()))
       throw InvalidArgument("[reader] pages of another pool were asked for");
-    store_.raise_if_broken();
-    for (const Client* client : clients_) client->add_work_to(work);
   }
-  for (const FencePtr& fence : work.fences()) {
-    if (!wait_for(*driver_, fence, options_.patience))
-      throw TimedOut("reader", options_.patience, "work that the writer launched has not ended");
-  }
-  answer.kind = traits().exports;
+  answer.pages.reserve(asked.handles.size());
   for (const Handle handle : asked.handles) answer.pages.push_back(driver_->export_page(handle));
+}
+
+void PagePool::await_work(const char* operation) {
+  PoolLock lock(shared_from_this());
+  PendingWork work(*driver_);
+  for (const Client* client : clients_) client->add_work_to(work);
+  std::vector<FencePtr> fences = work.fences();
+  await(lock, operation, "work that the writer launched", [&] {
+    if (retired()) throw Closed("[", operation, "] the pool is closed");
+    return all_passed(*driver_, fences);
+  });
 }
 
 std::uint64_t PagePool::add(Client* client) {
@@ -386,9 +392,11 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
 }
 
 void PagePool::retire() noexcept {
+  std::unique_ptr<PageSender> sender;  // ends without the lock, which its thread may wait for
   PoolLock lock(shared_from_this());
   options_.cache = 0;
   retired_ = true;
+  sender = std::move(sender_);
   reap();
   cached_.evict_all();
   if (store_.broken()) settle_all(lock);

@@ -131,8 +131,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // they lie in, or a socket on which it asks for them (vmm/page_socket.h). The caller closes it.
   // Requires: a range is shared. Throws DriverError.
   int open_for_readers(const char* operation);
-  // Answers such a question, once the work launched so far has ended. Throws what the driver
-  // refuses, and TimedOut.
+  // Answers what is asked on such a socket. Throws what the driver refuses, and as `await_work`.
   void export_pages(const PageMessage& asked, PageMessage& answer);
 
   // -- clients
@@ -214,6 +213,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
            std::unique_ptr<Ledger> ledger);
   void start_mapper() VT_LOCKED;
   bool idle() const VT_LOCKED;
+  // Waits until all work is over that was launched so far in the streams of its clients. Throws
+  // Closed once the pool has retired, TimedOut, DriverError.
+  void await_work(const char* operation);
   // Before the lock is released: reaps what deleters pushed while they found it taken.
   bool tidy() noexcept override VT_LOCKED;
   bool left_over() noexcept override { return !ended_.confirm_empty(); }

@@ -5,8 +5,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
+#include <exception>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <system_error>
 #include <utility>
@@ -63,9 +66,8 @@ PageSender::~PageSender() {
 }
 
 int PageSender::connect(const char* operation, PagePool& pool) {
-  const auto [ours, theirs] = PageSocket::make(pool.driver().meter(), operation);
-  Descriptor reader(theirs);
-  auto socket = std::make_unique<PageSocket>(ours);
+  Descriptor reader(-1);
+  auto socket = std::make_unique<PageSocket>(pool.driver().meter(), operation, reader);
   {
     const std::lock_guard lock(sockets_->mutex);
     sockets_->arrived.push_back(std::move(socket));
@@ -74,43 +76,57 @@ int PageSender::connect(const char* operation, PagePool& pool) {
   return reader.take();
 }
 
-void PageSender::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sockets>& sockets) {
+// Answers what the reader asks. False if the socket is of no more use.
+bool PageSender::serve(PageSocket& socket, const std::weak_ptr<PagePool>& weak) {
+  bool ended = false;
+  const std::optional<PageMessage> asked = socket.receive(ended);
+  if (!asked) return !ended;
+  const std::shared_ptr<PagePool> pool = weak.lock();
+  if (!pool) return false;
+  PageMessage answer;
+  answer.number = asked->number;
+  try {
+    pool->export_pages(*asked, answer);
+  } catch (const std::exception& refusal) {
+    answer.close_pages();
+    answer.refusal = refusal.what();
+  }
+  const int error = socket.send(answer);
+  if (error == 0 || answer.pages.empty()) return error == 0;
+  answer.close_pages();
+  answer.refusal = "the system does not send the descriptors (" + errno_name(error) +
+                   "): raise the limit on them (ulimit -n) in the writer, and sync again";
+  return socket.send(answer) == 0;
+}
+
+void PageSender::run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<Sockets>& sockets) {
   std::vector<std::unique_ptr<PageSocket>> all;
   std::vector<pollfd> polled;
   for (;;) {
-    {
-      const std::lock_guard lock(sockets->mutex);
-      if (sockets->stopping) return;
-      for (auto& socket : sockets->arrived) all.push_back(std::move(socket));
-      sockets->arrived.clear();
-    }
-    polled.assign(1, {.fd = sockets->waker.descriptor(), .events = POLLIN, .revents = 0});
-    for (const auto& socket : all)
-      polled.push_back({.fd = socket->descriptor(), .events = POLLIN, .revents = 0});
-    if (poll(polled.data(), polled.size(), -1) < 0) continue;
-    if (polled.front().revents != 0) {
-      std::uint64_t woken = 0;
-      static_cast<void>(!read(sockets->waker.descriptor(), &woken, sizeof woken));
-    }
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      if (polled[i + 1].revents == 0) continue;
-      bool ended = false;
-      if (const std::optional<PageMessage> asked = all[i]->receive(ended)) {
-        PageMessage answer;
-        answer.number = asked->number;
-        const std::shared_ptr<PagePool> pool = weak.lock();
-        if (!pool) return;
-        try {
-          pool->export_pages(*asked, answer);
-        } catch (const std::exception& refusal) {
-          answer.close_pages();
-          answer.refusal = refusal.what();
-        }
-        ended = !all[i]->send(answer);
+    try {
+      {
+        const std::lock_guard lock(sockets->mutex);
+        if (sockets->stopping) return;
+        all.reserve(all.size() + sockets->arrived.size());
+        for (auto& socket : sockets->arrived) all.push_back(std::move(socket));
+        sockets->arrived.clear();
       }
-      if (ended) all[i].reset();
+      polled.assign(1, {.fd = sockets->waker.descriptor(), .events = POLLIN, .revents = 0});
+      for (const auto& socket : all)
+        polled.push_back({.fd = socket->descriptor(), .events = POLLIN, .revents = 0});
+      if (poll(polled.data(), polled.size(), -1) < 0) throw std::bad_alloc();
+      if (polled.front().revents != 0) {
+        std::uint64_t woken = 0;
+        static_cast<void>(!read(sockets->waker.descriptor(), &woken, sizeof woken));
+      }
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        if (polled[i + 1].revents != 0 && !serve(*all[i], pool)) all[i].reset();
+      }
+      std::erase(all, nullptr);
+    } catch (const std::exception&) {  // no memory: a reader that has asked asks again
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      std::erase(all, nullptr);
     }
-    std::erase(all, nullptr);
   }
 }
 

@@ -8,6 +8,7 @@
 namespace vtensor {
 
 class PagePool;
+class PageSocket;
 
 class PageSender {
  public:
@@ -24,6 +25,7 @@ class PageSender {
 
  private:
   struct Sockets;
+  static bool serve(PageSocket& socket, const std::weak_ptr<PagePool>& pool);
   static void run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<Sockets>& sockets);
 
   std::shared_ptr<Sockets> sockets_;  // the thread's too, which may outlive this

@@ -34,18 +34,17 @@ void append(std::vector<std::byte>& bytes, const T* from, std::size_t n) {
   bytes.insert(bytes.end(), first, first + n * sizeof(T));
 }
 
-// The descriptors that came with a message.
-std::vector<int> descriptors_of(const msghdr& message) {
-  std::vector<int> descriptors;
+// Adds the descriptors that came with a message.
+void take_descriptors(const msghdr& message, std::vector<ExportedPage>& pages) {
   for (const cmsghdr* one = CMSG_FIRSTHDR(&message); one != nullptr;
        one = CMSG_NXTHDR(const_cast<msghdr*>(&message), const_cast<cmsghdr*>(one))) {
     if (one->cmsg_level != SOL_SOCKET || one->cmsg_type != SCM_RIGHTS) continue;
-    const std::size_t n = (one->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    const std::size_t before = descriptors.size();
-    descriptors.resize(before + n);
-    std::memcpy(descriptors.data() + before, CMSG_DATA(one), n * sizeof(int));
+    const unsigned char* at = CMSG_DATA(one);
+    for (const unsigned char* const end = at + (one->cmsg_len - CMSG_LEN(0)); at != end;
+         at += sizeof(int)) {
+      std::memcpy(&pages.emplace_back().descriptor, at, sizeof(int));
+    }
   }
-  return descriptors;
 }
 
 }  // namespace
@@ -57,16 +56,15 @@ void PageMessage::close_pages() noexcept {
   pages.clear();
 }
 
-std::pair<int, int> PageSocket::make(CallMeter& meter, const char* operation) {
-  std::array<int, 2> ends{-1, -1};
+PageSocket::PageSocket(CallMeter& meter, const char* operation, Descriptor& other) {
   make_call(meter, operation, Call::socketpair, EMFILE, "a socket for a reader",
-            "raise the limit on descriptors (ulimit -n), or close files", [&] {
-              return socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()) == 0;
-            });
-  return {ends[0], ends[1]};
+            "raise the limit on descriptors (ulimit -n), or close files",
+            [&] { return file_.make_socket(other); });
 }
 
-bool PageSocket::send(const PageMessage& message) {
+bool PageSocket::is_end(int error) { return error == EPIPE || error == ECONNRESET; }
+
+int PageSocket::send(const PageMessage& message) {
   const std::size_t text = std::min(message.refusal.size(), kMostText);
   const Head head{.number = message.number,
                   .memory = message.memory,
@@ -101,10 +99,12 @@ bool PageSocket::send(const PageMessage& message) {
     rights->cmsg_len = CMSG_LEN(size);
     std::memcpy(CMSG_DATA(rights), descriptors.data(), size);
   }
-  return sendmsg(descriptor(), &sent, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
+  return sendmsg(descriptor(), &sent, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 ? 0 : errno;
 }
 
 std::optional<PageMessage> PageSocket::receive(bool& ended) {
+  PageMessage message;
+  message.pages.reserve(PageMessage::kMost);  // no descriptor is lost for lack of memory
   std::array<std::byte, kMostBytes> bytes;
   alignas(cmsghdr) std::array<std::byte, kMostControl> control;
   iovec part{.iov_base = bytes.data(), .iov_len = bytes.size()};
@@ -115,10 +115,7 @@ std::optional<PageMessage> PageSocket::receive(bool& ended) {
   got.msg_controllen = control.size();
   const ssize_t size = recvmsg(descriptor(), &got, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (size < 0 && (errno == EAGAIN || errno == EINTR)) return std::nullopt;
-  PageMessage message;
-  if (size > 0) {
-    for (const int descriptor : descriptors_of(got)) message.pages.push_back({descriptor, {}});
-  }
+  if (size > 0) take_descriptors(got, message.pages);
   Head head{};
   ended = true;
   if (size < static_cast<ssize_t>(sizeof head) || (got.msg_flags & MSG_TRUNC) != 0)

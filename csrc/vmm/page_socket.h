@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "base/calls.h"
+#include "base/descriptor.h"
 #include "driver/driver.h"
 #include "vmm/shared_file.h"
 
@@ -38,12 +38,14 @@ class PageSocket {
  public:
   // Owns `descriptor`.
   explicit PageSocket(int descriptor) { file_.take(descriptor); }
-  // The descriptors of two ends. Throws DriverError.
-  static std::pair<int, int> make(CallMeter& meter, const char* operation);
+  // One end of a new socket; the other one is `other`. Throws DriverError.
+  PageSocket(CallMeter& meter, const char* operation, Descriptor& other);
 
   int descriptor() const { return file_.descriptor(); }
-  // False if the other end is gone or has not taken what was sent before.
-  bool send(const PageMessage& message);
+  // 0, or what the system refuses it with.
+  int send(const PageMessage& message);
+  // Whether such a refusal says that the other end is gone.
+  static bool is_end(int error);
   // The next message. None if there is none yet, or `ended` if none comes any more: the other end
   // is gone, or sent what is no message.
   std::optional<PageMessage> receive(bool& ended);

@@ -52,9 +52,8 @@ shared::Facts RangeReader::checked(const Descriptor& file, std::size_t words) {
   const bool known = facts.exports == ExportKind::file ||
                      facts.exports == ExportKind::descriptors ||
                      facts.exports == ExportKind::fabric;
-  if (!known || facts.words != words || facts.page_size < 4096 ||
-      !is_power_of_two(facts.page_size) || facts.pages == 0 ||
-      facts.pages > kMostBytes / facts.page_size || facts.backed.every == 0 ||
+  if (!known || facts.words != words || facts.page_size == 0 || facts.page_size % 4096 != 0 ||
+      facts.pages == 0 || facts.pages > kMostBytes / facts.page_size || facts.backed.every == 0 ||
       facts.backed.first > facts.backed.every ||
       size_of(file) != shared::Sizes{.words = facts.words, .pages = facts.pages}.file())
     refuse_received("its sizes do not fit");
@@ -165,26 +164,41 @@ std::vector<Interval> RangeReader::changed_since_sync(std::uint64_t version) con
   return apart;
 }
 
-void RangeReader::read_table() {
+// Of one version, which the writer has published.
+void RangeReader::copy_table(Table& table) {
+  table = {.version = seen_table_, .changed = {}, .entries = {}};
   if (table_version() == seen_table_) return;
-  std::uint64_t version = 0;
-  std::vector<Interval> changed;
-  std::vector<Entry> entries;
   read_whole([&] {
-    version = table_version();
-    if (version % 2 != 0) return false;
-    changed = changed_since_sync(version);
-    entries.clear();
-    for (const Interval pages : changed) {
+    table.version = table_version();
+    if (table.version % 2 != 0) return false;
+    table.changed = changed_since_sync(table.version);
+    table.entries.clear();
+    for (const Interval pages : table.changed) {
       for (std::size_t n = pages.begin; n < pages.end; ++n)
-        entries.push_back(parts_.entry(n).load(std::memory_order_acquire));
+        table.entries.push_back(parts_.entry(n).load(std::memory_order_acquire));
     }
-    return table_version() == version;
+    return table_version() == table.version;
   });
-  show(changed, entries);
-  seen_table_ = version;
-  // The pages of older versions are mapped here no longer.
-  parts_.place(place_).held.store(version, std::memory_order_seq_cst);
+}
+
+// Calls visit(first page, entries) for each run of pages that are mapped now or not, and will be or
+// not; pages that stay as they are belong to none.
+template <typename Visit>
+void RangeReader::each_run(const Table& table, bool mapped_now, bool mapped_then,
+                           Visit visit) const {
+  const auto belongs = [&](std::size_t n, Entry then) {
+    return then != entries_[n] && (entries_[n] != 0) == mapped_now && (then != 0) == mapped_then;
+  };
+  std::span<const Entry> entries(table.entries);
+  for (const Interval pages : table.changed) {
+    for (std::size_t n = pages.begin, length; n < pages.end; n += length) {
+      length = 0;
+      while (n + length < pages.end && belongs(n + length, entries[length])) ++length;
+      if (length != 0) visit(n, entries.first(length));
+      length = std::max<std::size_t>(length, 1);
+      entries = entries.subspan(length);
+    }
+  }
 }
 
 // The entry of a page whose mapping has just changed.
@@ -196,86 +210,29 @@ void RangeReader::enter(std::size_t n, Entry entry) noexcept {
   entered = entry;
 }
 
-void RangeReader::show(std::span<const Interval> changed, std::span<const Entry> entries) {
-  std::vector<Handle> wanted;
-  for (const Entry entry : entries) {
-    if (entry != 0) wanted.push_back(entry - 1);
-  }
-  WriterMemory::Fetched fetched(memory_);
-  memory_.fetch(std::move(wanted), fetched);
-  for (const Interval pages : changed) entries_.reserve(pages.begin, pages.end);
-  enum class Kind { same, gone, other, fresh };
-  const auto kind_of = [](Entry was, Entry is) {
-    return was == is ? Kind::same : is == 0 ? Kind::gone : was == 0 ? Kind::fresh : Kind::other;
-  };
-  Driver& driver = memory_.driver();
-  std::vector<Handle> was, is;  // of one run
-  std::vector<Interval> fresh;
-  std::vector<Entry> fresh_entries;
-  bool awaited = false;
-  for (const Interval pages : changed) {
-    for (std::size_t n = pages.begin; n < pages.end;) {
-      const Interval run{n, n};
-      const Kind kind = kind_of(entries_[n], entries.front());
-      std::size_t length = 0;
-      while (n < pages.end && kind_of(entries_[n], entries[length]) == kind) ++n, ++length;
-      const std::span<const Entry> now = entries.first(length);
-      entries = entries.subspan(length);
-      if (kind == Kind::same) continue;
-      if (kind == Kind::fresh) {
-        fresh.push_back({run.begin, n});
-        fresh_entries.insert(fresh_entries.end(), now.begin(), now.end());
-        continue;
-      }
-      if (!std::exchange(awaited, true)) memory_.await_own_work();
-      const Address at = base_ + run.begin * driver.traits().page_size;
-      if (kind == Kind::gone) {
-        driver.unmap(at, length);
-      } else {
-        was.clear();
-        is.clear();
-        for (std::size_t i = 0; i < length; ++i) {
-          was.push_back(memory_.at(entries_[run.begin + i] - 1));
-          is.push_back(memory_.at(now[i] - 1));
-        }
-        try {
-          driver.remap(at, was, memory_.access(), is, memory_.access());
-        } catch (const UndoFailed&) {
-          memory_.break_down(std::current_exception());
-          throw;
-        }
-      }
-      for (std::size_t i = 0; i < length; ++i) enter(run.begin + i, now[i]);
-    }
-  }
-  map_fresh(fresh, fresh_entries);
+void RangeReader::enter(std::size_t n, std::span<const Entry> entries) noexcept {
+  for (const Entry entry : entries) enter(n++, entry);
 }
 
-void RangeReader::map_fresh(std::span<const Interval> fresh, std::span<const Entry> entries) {
-  if (fresh.empty()) return;
-  Driver& driver = memory_.driver();
+void RangeReader::map_fresh(const Table& table) {
+  for (const Interval pages : table.changed) entries_.reserve(pages.begin, pages.end);
   std::vector<Handle> handles;
-  handles.reserve(entries.size());
-  for (const Entry entry : entries) handles.push_back(memory_.at(entry - 1));
+  handles.reserve(table.entries.size());  // which the runs refer to
   std::vector<PageRun> runs;
-  std::span<const Handle> rest = handles;
-  for (const Interval pages : fresh) {
-    runs.push_back({base_ + pages.begin * driver.traits().page_size, rest.first(pages.size())});
-    rest = rest.subspan(pages.size());
-  }
+  each_run(table, false, true, [&](std::size_t n, std::span<const Entry> entries) {
+    for (const Entry entry : entries) handles.push_back(memory_.at(entry - 1));
+    runs.push_back({at(n), std::span(handles).last(entries.size())});
+  });
+  if (runs.empty()) return;
   std::size_t mapped = 0;
   try {
-    driver.map(runs, memory_.access(), mapped);
+    memory_.driver().map(runs, memory_.access(), mapped);
   } catch (const Error&) {
     unmap_first(runs, mapped);  // perhaps they are without access
     throw;
   }
-  for (const Interval pages : fresh) {
-    for (std::size_t n = pages.begin; n < pages.end; ++n) {
-      enter(n, entries.front());
-      entries = entries.subspan(1);
-    }
-  }
+  each_run(table, false, true,
+           [&](std::size_t n, std::span<const Entry> entries) { enter(n, entries); });
 }
 
 void RangeReader::unmap_first(std::span<const PageRun> runs, std::size_t pages) {
@@ -288,6 +245,44 @@ void RangeReader::unmap_first(std::span<const PageRun> runs, std::size_t pages) 
   } catch (const Error&) {
     memory_.break_down(std::current_exception());
   }
+}
+
+void RangeReader::replace(const Table& table) {
+  each_run(table, true, true, [&](std::size_t n, std::span<const Entry> entries) {
+    std::vector<Handle> was, is;
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      was.push_back(memory_.at(entries_[n + i] - 1));
+      is.push_back(memory_.at(entries[i] - 1));
+    }
+    try {
+      memory_.driver().remap(at(n), was, memory_.access(), is, memory_.access());
+    } catch (const UndoFailed&) {
+      memory_.break_down(std::current_exception());
+      throw;
+    }
+    enter(n, entries);
+  });
+}
+
+void RangeReader::unmap_gone(const Table& table) {
+  each_run(table, true, false, [&](std::size_t n, std::span<const Entry> entries) {
+    memory_.driver().unmap(at(n), entries.size());
+    enter(n, entries);
+  });
+}
+
+void RangeReader::hold(const Table& table) {
+  seen_table_ = table.version;
+  // The pages of older versions are mapped here no longer.
+  parts_.place(place_).held.store(table.version, std::memory_order_seq_cst);
+}
+
+void RangeReader::end() {
+  for (std::size_t n = entries_.next(0), end; n < pages(); n = entries_.next(end + 1)) {
+    for (end = n; end < pages() && entries_[end] != 0;) ++end;
+    if (end != n) memory_.driver().unmap(at(n), end - n);
+  }
+  memory_.driver().free_range(base_, pages());
 }
 
 // -- all ranges of an object
@@ -313,28 +308,55 @@ bool RangeReaders::stale() const {
   return stale;
 }
 
-bool RangeReaders::sync(const Caller& caller) {
+bool RangeReaders::sync(const Caller& caller, bool stale) {
   RangeReader& first = *ranges_.front();
   memory_->raise_if_broken();
-  const bool changed = stale();
-  first.require_open(changed);
+  first.require_open(stale);
   memory_->note(caller);
-  if (!changed) return false;
+  if (!stale) return false;
   std::vector<std::uint64_t> words(first.words_.size());
   std::uint64_t version = 0;
+  std::vector<RangeReader::Table> tables(ranges_.size());
   first.read_whole([&] {
     first.read_whole([&] { return first.read_words(version, words); });
-    for (const auto& range : ranges_) range->read_table();
+    for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->copy_table(tables[i]);
     return first.words_version() == version;
   });
-  // What these words count is written by work that was launched before they were.
-  if (version != first.seen_words_) {
-    WriterMemory::Fetched nothing(*memory_);
-    memory_->fetch({}, nothing);
+  // The places do not hold these versions yet, so the writer keeps each page that they name.
+  memory_->await_writer();
+  WriterMemory::Fetched fetched(*memory_);
+  std::vector<Handle> handles;
+  bool replaces = false;
+  for (std::size_t i = 0; i < tables.size(); ++i) {
+    for (const RangeReader::Entry entry : tables[i].entries) {
+      if (entry != 0) handles.push_back(entry - 1);
+    }
+    ranges_[i]->each_run(tables[i], true, false, [&](auto...) { replaces = true; });
+    ranges_[i]->each_run(tables[i], true, true, [&](auto...) { replaces = true; });
   }
+  memory_->fetch(std::move(handles), fetched);
+  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->map_fresh(tables[i]);
+  if (replaces) memory_->await_own_work();
+  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->replace(tables[i]);
+  // From here on a refusal leaves pages too many, and none too few.
   first.words_ = std::move(words);
   first.seen_words_ = version;
+  for (std::size_t i = 0; i < tables.size(); ++i) {
+    ranges_[i]->unmap_gone(tables[i]);
+    ranges_[i]->hold(tables[i]);
+  }
   return true;
+}
+
+RangeReaders::~RangeReaders() {
+  try {
+    if (memory_) memory_->await_own_work();
+    for (const auto& range : ranges_) range->end();
+  } catch (...) {
+    // Left over, with their places, so that the writer keeps pages that kernels may still read.
+    for (auto& range : ranges_) static_cast<void>(range.release());
+    static_cast<void>(memory_.release());
+  }
 }
 
 }  // namespace vtensor

@@ -37,6 +37,12 @@ class RangeReader {
   // Of a page: 1 + the writer's handle; 0 if none is mapped.
   using Entry = std::uint64_t;
   static constexpr std::chrono::milliseconds kLook{50};
+  // What has changed in the writer's table.
+  struct Table {
+    std::uint64_t version = 0;
+    std::vector<Interval> changed;  // pages, apart from each other
+    std::vector<Entry> entries;     // of these
+  };
 
   // What the file begins with. Throws InvalidArgument if it is no shared range with `words` words.
   static shared::Facts checked(const Descriptor& file, std::size_t words);
@@ -54,11 +60,20 @@ class RangeReader {
   bool writer_lives() const { return file_.is_locked(shared::kWriterLife, 1); }
   std::vector<Interval> changed_since_sync(std::uint64_t version) const;
   bool read_words(std::uint64_t& version, std::vector<std::uint64_t>& words) const;
-  void read_table();
-  void show(std::span<const Interval> changed, std::span<const Entry> entries);
+  void copy_table(Table& table);
+  template <typename Visit>
+  void each_run(const Table& table, bool mapped_now, bool mapped_then, Visit visit) const;
   void enter(std::size_t n, Entry entry) noexcept;
-  void map_fresh(std::span<const Interval> fresh, std::span<const Entry> entries);
+  void enter(std::size_t n, std::span<const Entry> entries) noexcept;
+  // Steps towards a table: pages where there are none, other pages, no pages; then it is held.
+  void map_fresh(const Table& table);
   void unmap_first(std::span<const PageRun> runs, std::size_t pages);
+  void replace(const Table& table);
+  void unmap_gone(const Table& table);
+  void hold(const Table& table);
+  // Unmaps all and frees the addresses.
+  void end();
+  Address at(std::size_t n) const { return base_ + n * memory_.driver().traits().page_size; }
   template <typename Read>
   void read_whole(Read read);
 
@@ -84,17 +99,22 @@ class RangeReaders {
   RangeReaders(std::span<const Descriptor> files, Descriptor memory, std::size_t words,
                const CudaOptions& cuda);
 
+  // Waits for the caller's kernels first. What they may still read is left over if that fails.
+  ~RangeReaders();
+  RangeReaders(const RangeReaders&) = delete;
+  RangeReaders& operator=(const RangeReaders&) = delete;
+
   // Whether a sync would find anything new.
   bool stale() const;
-  // Shows what the first range's words and all tables say now, the words of one moment. Returns
-  // whether anything has changed. Makes no system call if nothing has, but for one look each kLook
-  // at whether the writer lives. On a device it asks the writer, waits until the work that the
-  // writer has launched is over, and before it unmaps pages until the caller's is. Not two threads
-  // at a time. Throws Closed if the owner has left or its process has ended, Asleep, TimedOut if
-  // the writer is stopped while it changes something, DriverError; what was shown before is still
-  // shown then, but for pages that came since. After a refusal that cannot be undone it throws that
-  // each time.
-  bool sync(const Caller& caller);
+  // Shows what the first range's words and all tables say, each of one moment. `stale`: what
+  // stale() answered. Returns whether anything has changed. Makes no system call if nothing has,
+  // but for one look each kLook at whether the writer lives. On a device it waits until the work
+  // that the writer has launched is over, and before pages go until the caller's is. Not two
+  // threads at a time. Throws Closed if the owner has left or its process has ended, Asleep,
+  // TimedOut, DriverError, and Error if the writer hands no pages over: the words are as before
+  // then, or, if pages could not be unmapped, as they will be. After a refusal that cannot be
+  // undone it throws that each time.
+  bool sync(const Caller& caller, bool stale);
 
   // Whether they are of a process that this one was forked from: then they have neither memory nor
   // a place any more, and must not be used or destroyed.

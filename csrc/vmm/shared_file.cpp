@@ -3,9 +3,11 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <mutex>
 #include <utility>
@@ -86,6 +88,15 @@ bool SharedFile::make(const char* name, std::size_t bytes) {
 
 bool SharedFile::reopen(int descriptor, int flags) {
   return open(text("/proc/self/fd/", descriptor), flags);
+}
+
+bool SharedFile::make_socket(Descriptor& other) {
+  const std::lock_guard no_fork(registry_mutex());
+  std::array<int, 2> ends{-1, -1};
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()) != 0) return false;
+  descriptor_ = ends[0];
+  other = Descriptor(ends[1]);
+  return true;
 }
 
 void SharedFile::take(int descriptor) {

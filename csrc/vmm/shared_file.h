@@ -13,6 +13,7 @@
 #include <string>
 
 #include "base/calls.h"
+#include "base/descriptor.h"
 
 namespace vtensor {
 
@@ -38,6 +39,8 @@ class SharedFile {
   bool make(const char* name, std::size_t bytes);
   // Opens the file behind `descriptor` anew: locks belong to an open file, not to a descriptor.
   bool reopen(int descriptor, int flags);
+  // Makes one end of a socket of packets; the other one is `other`.
+  bool make_socket(Descriptor& other);
   // Owns `descriptor` from now on.
   void take(int descriptor);
   // Maps the first `bytes`, of which the caller may write the first `writable`.

@@ -93,15 +93,24 @@ void WriterMemory::fetch(std::vector<Handle> theirs, Fetched& fetched) {
     fetched.pages_.push_back(page);
     return true;
   });
-  std::span<const Handle> rest(theirs);
-  do {
-    const auto some = rest.first(std::min(rest.size(), PageMessage::kMost));
-    ask(some, fetched);
-    rest = rest.subspan(some.size());
-  } while (!rest.empty());
+  for (std::span<const Handle> rest(theirs), some; !rest.empty();
+       rest = rest.subspan(some.size())) {
+    some = rest.first(std::min(rest.size(), PageMessage::kMost));
+    const PageMessage answer = ask(some);
+    for (std::size_t i = 0; i < some.size(); ++i) {
+      Import& import = imports_[some[i]];
+      fetched.pages_.push_back(some[i]);  // has room
+      import.uses = 1;
+      import.ours = driver_->import_page(answer.pages[i], exports_);
+    }
+  }
 }
 
-void WriterMemory::ask(std::span<const Handle> theirs, Fetched& fetched) {
+void WriterMemory::await_writer() {
+  if (exports_ != ExportKind::file) ask({});
+}
+
+PageMessage WriterMemory::ask(std::span<const Handle> theirs) {
   const auto ended = [] {
     return Closed("[", kOperation,
                   "] the process that wrote has ended, or its pool has: what was read last stays "
@@ -113,7 +122,10 @@ void WriterMemory::ask(std::span<const Handle> theirs, Fetched& fetched) {
   question.handles.assign(theirs.begin(), theirs.end());
   if (driver_->meter().enter(Call::sendmsg))
     throw refused(kOperation, Call::sendmsg, ENOBUFS, "a question to the writer", "try again");
-  if (!socket_->send(question)) throw ended();
+  if (const int error = socket_->send(question)) {
+    if (PageSocket::is_end(error)) throw ended();
+    throw refused(kOperation, Call::sendmsg, error, "a question to the writer", "try again");
+  }
   const auto until = steady_clock::now() + kPatience;
   for (;;) {
     bool gone = false;
@@ -124,13 +136,7 @@ void WriterMemory::ask(std::span<const Handle> theirs, Fetched& fetched) {
         throw Error("[", kOperation, "] no pages came from the writer: ", answer->refusal);
       if (answer->pages.size() != theirs.size() || answer->kind != exports_)
         refuse_received("the writer's answer does not fit the question");
-      for (std::size_t i = 0; i < theirs.size(); ++i) {
-        Import& import = imports_[theirs[i]];
-        fetched.pages_.push_back(theirs[i]);  // has room
-        import.uses = 1;
-        import.ours = driver_->import_page(answer->pages[i], exports_);
-      }
-      return;
+      return std::move(*answer);
     }
     if (answer) continue;  // to a question that timed out
     if (steady_clock::now() >= until) {

@@ -63,9 +63,11 @@ class WriterMemory {
     WriterMemory& memory_;
     std::vector<Handle> pages_;  // the writer's handles, each once
   };
-  // Waits until all work that the writer has launched has ended, and gets these pages. On the host
-  // there is nothing to wait for. Throws Closed if the writer has ended, TimedOut, DriverError, and
-  // Error if the writer hands them not over.
+  // Waits until all work that the writer has launched has ended. On the host there is none. Throws
+  // as `fetch`, and TimedOut.
+  void await_writer();
+  // Gets these pages. Throws Closed if the writer has ended, TimedOut if it is stopped,
+  // DriverError, and Error if the writer hands them not over.
   void fetch(std::vector<Handle> theirs, Fetched& fetched);
   // The handle in this process. Requires: fetched, or mapped.
   Handle at(Handle theirs) const;
@@ -79,7 +81,7 @@ class WriterMemory {
     std::size_t uses = 0;  // addresses, and those that fetch it
   };
 
-  void ask(std::span<const Handle> theirs, Fetched& fetched);
+  PageMessage ask(std::span<const Handle> theirs);
 
   const ExportKind exports_;
   const FileId memory_;

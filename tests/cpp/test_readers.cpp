@@ -131,7 +131,7 @@ void read(const Writer& writer, unsigned seed, const std::atomic<bool>& over,
         if (random() % 8 == 0) meter.fail_after(random() % 3);
         bool synced = false;  // else it may show pages of the next length, and of the last one
         try {
-          syncs += reader->sync(kCaller);
+          syncs += reader->sync(kCaller, reader->stale());
           synced = true;
         } catch (const Error&) {  // also what was refused the writer as it handed pages over
         }

@@ -8,7 +8,11 @@ import os
 import resource
 import socket
 import struct
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 
 import pytest
 import torch
@@ -118,8 +122,8 @@ def test_a_sync_takes_pages_away_only_after_the_readers_kernels(make_pool, sim):
     core = receive(t)
     core.sync()
     stream = sim.stream(held=True)
+    core.record_stream(stream)  # of work to come
     launch(sim, stream, core, t)
-    core.record_stream(stream)
     t.truncate(0)
     t.pool.wait_idle()
     reading = Beside(core.sync)
@@ -137,12 +141,93 @@ def test_a_close_waits_for_them_too(make_pool, sim):
     core = receive(t)
     core.sync()
     stream = sim.stream(held=True)
+    core.record_stream(stream)
     launch(sim, stream, core, t)
     closing = Beside(core.close)
     assert closing.waits()
     sim.release(stream)
     closing.ends()
     assert sim.illegal_accesses() == 0
+
+
+def test_a_close_beside_a_capture_leaves_the_reader_over():
+    """So the writer keeps the pages, and the capture is not invalidated. In a process of its own: it leaks."""
+    script = f"""
+        import sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from test_device_readers import *
+        from support import open_pool
+        from stream_support import SimulatedDevice
+        sim = SimulatedDevice()
+        t = rows(open_pool("simcuda", 256, shareable=True), 100)
+        core = receive(t)
+        core.sync()
+        stream = sim.stream()
+        core.record_stream(stream)
+        sim.begin_capture(stream)
+        launch(sim, stream, core, t)
+        core.close()
+        graph = sim.end_capture(stream)
+        t.truncate(0)
+        assert t.pool.stats().pages_held_by_readers > 0
+        sim.replay(sim.instantiate(graph), stream)
+        assert sim.pending(stream) == 0 and sim.illegal_accesses() == 0
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_refused_sync_leaves_no_old_length_over_pages_that_went(make_pool, sim):
+    t = rows(make_pool(), 300)
+    core = receive(t)
+    core.sync()
+    t.shrink(100, front=True)  # pages go, and others come
+    t.append(torch.randn(2, 300, 64))
+    for call in ("cuMemMap", "cuMemSetAccess", "cuMemImportFromShareableHandle"):
+        sim.fail(call, 1)
+        with pytest.raises(vtensor.VTensorError):
+            core.sync()
+        assert core.words == [0, 300]
+        shown(core, t)[:, :300].sum()  # no page of these is gone
+    sim.fail("cuMemUnmap")
+    with pytest.raises(vtensor.DriverError):
+        core.sync()
+    assert_shows(core, t)
+    assert core.sync() is True
+    assert_shows(core, t)
+    core.close()
+
+
+def test_a_pool_closes_while_a_reader_waits_for_its_work(make_pool, sim):
+    pool = make_pool()
+    t = rows(pool, 10)
+    core = receive(t)
+    core.sync()
+    stream = sim.stream(held=True)
+    t.record_stream(stream)
+    t.extend(1)
+    sim.kernel(stream, t, 0, 11)
+    reading = Beside(core.sync)
+    assert reading.waits()
+    began = time.monotonic()
+    pool._core.retire()
+    assert time.monotonic() - began < 10
+    assert isinstance(reading.ends(), vtensor.VTensorError)
+    with pytest.raises(vtensor.Closed, match="the pool is closed"):
+        receive(t)
+    sim.release(stream)
+    core.close()
+
+
+def test_pages_of_any_multiple_of_the_granularity_are_read(make_pool):
+    pool = make_pool(page_size=3 * PAGE)
+    t = rows(pool, 100)
+    core = receive(t)
+    core.sync()
+    assert core.page_size == 3 * PAGE
+    assert_shows(core, t)
+    core.close()
 
 
 def test_a_wait_for_the_writers_work_is_bounded(make_pool, sim):
