@@ -345,8 +345,8 @@ def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:
 class ObjectReader(StaysHere):
     """What another process reads of an object: plain tensors that :meth:`sync` does not replace.
 
-    They have their full size from the beginning. Where the writer has nothing they read as zeros, and on a GPU
-    fault. Writing to one ends the process.
+    They have their full size from the beginning. Where the writer has nothing they read as zeros, or fault on
+    a GPU. Writing to one ends the process.
     """
 
     _core: ReaderCore
@@ -394,7 +394,7 @@ class ArenaReader(ObjectReader):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The range as a ``uint8`` tensor ``[nbytes]``. On the host, blocks that are not mapped read as zeros."""
+        """The range as a ``uint8`` tensor ``[nbytes]``. On the host, unmapped blocks read as zeros."""
         return self._at("tensor")
 
 
@@ -412,7 +412,7 @@ class CacheReader(ObjectReader):
     @property
     def lengths(self) -> list[int]:
         """The tokens of each slot, as last synced: 0 if it is free, swapped out, or still being filled from a
-        prefix or from host memory. On the host, layers with a window read zeros before what it still sees."""
+        prefix or from host memory. On the host, layers with a window read zeros before what it sees."""
         return self._core.words
 
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:

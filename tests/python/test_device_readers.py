@@ -1,5 +1,7 @@
-"""Readers of a device's pages: order with the work of both processes, refused driver calls, what the device can
-share. Over the simulated libcuda. What holds on the host too is in test_readers.py."""
+"""Readers of a device's pages: order with the work of both processes, refused calls, what a device shares.
+
+Over the simulated libcuda. What holds on the host too is in test_readers.py.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,7 @@ def test_a_close_waits_for_them_too(make_pool, sim):
 
 
 def test_a_close_beside_a_capture_leaves_the_reader_over():
-    """So the writer keeps the pages, and the capture is not invalidated. In a process of its own: it leaks."""
+    """So the writer keeps the pages, and the capture stays valid. In a process of its own: it leaks."""
     script = f"""
         import sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
