@@ -19,7 +19,9 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
       buffers_(pool, std::move(shape), lengths_, caller),
       free_(buffers_),
       swaps_(buffers_, *lengths_),
-      prefixes_(buffers_),
+      prefixes_(buffers_.unit()),
+      prompts_(buffers_.shape().slots),
+      expects_(buffers_.shape().slots),
       stream_(caller.stream) {
   due_.reserve(buffers_.shape().slots);
 }
@@ -65,7 +67,7 @@ void SlotCache::close(const Caller& caller) noexcept {
     }
     leave(slot);
   }
-  prefixes_.index().clear();
+  prefixes_.clear();
   swaps_.close();
   lengths_->close();
   buffers_.close();
@@ -90,10 +92,10 @@ SlotCacheCounts SlotCache::counts() {
   }
   counts.distinct = seen.size();
   counts.swapped_bytes = swaps_.bytes();
-  counts.prefix_units = prefixes_.index().size();
-  counts.prefix_evictions = prefixes_.index().evictions();
-  counts.prefix_queries = prefixes_.queries();
-  counts.prefix_hits = prefixes_.hits();
+  counts.prefix_units = prefixes_.size();
+  counts.prefix_evictions = prefixes_.evictions();
+  counts.prefix_queries = prefix_queries_;
+  counts.prefix_hits = prefix_hits_;
   counts.pages.budget_pages = pool_->store().budget();
   return counts;
 }
@@ -110,66 +112,14 @@ std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
   return slot;
 }
 
-std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens,
-                             const std::string& salt, std::size_t expected, bool deferred) {
-  const auto [parts, length] = prefixes_.find(tokens, salt);
-  const std::span<const Token> found = tokens.first(length);
-  const std::size_t slot = length == 0 ? alloc(caller, std::max(expected, tokens.size()))
-                                       : accept(caller, parts, length, {found.begin(), found.end()},
-                                                std::nullopt, deferred && buffers_.looks_ahead());
-  prefixes_.count(tokens.size(), length);
-  return slot;
-}
-
-// A free slot that maps the pages of `parts`, for the first `length` positions or those of
-// `source`.
-std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
-                              std::size_t length, std::vector<Token> tokens,
-                              std::optional<std::size_t> source, bool deferred) {
-  std::vector<std::size_t> pages(buffers_.groups());
-  std::vector<std::vector<std::shared_ptr<PageSet>>> page_sets(buffers_.groups());
-  for (std::size_t group = 0; group < buffers_.groups(); ++group) {
-    for (const Prefix& part : parts) {
-      if (part.at(group)->indices().empty()) continue;
-      page_sets[group].push_back(part[group]);
-      pages[group] = part[group]->indices().end;
-    }
-  }
-  const std::size_t slot = free_.take_empty(caller, pages);
-  try {
-    for (std::size_t group = 0; group < buffers_.groups(); ++group) {
-      if (page_sets[group].empty()) continue;
-      const Interval positions =
-          source ? buffers_.at(*source, group).positions() : Interval{0, length};
-      const Sharing sharing(buffers_.at(slot, group), caller);
-      deferred ? sharing.expect(positions, page_sets[group])
-               : sharing.accept(positions, page_sets[group]);
-    }
-    if (source) buffers_.begin_as(slot, *source);
-    lengths_->begin(slot, length);
-    prefixes_.begin(slot, std::move(tokens), deferred);
-    look_further({&slot, 1});
-  } catch (...) {
-    leave(slot);
-    throw;
-  }
-  return slot;
-}
-
 void SlotCache::leave(std::size_t slot) noexcept {
   hide(slot, 0);
   buffers_.abandon(slot);
   swaps_.forget(slot);
-  prefixes_.end(slot);
+  prompts_[slot] = {};
+  expects_[slot] = false;
   lengths_->end(slot);
   free_.add(slot);
-}
-
-// Maps the slot's promised prefix; called before anything reads or grows the slot's pages.
-void SlotCache::finish_prefix(const Caller& caller, std::size_t slot) {
-  if (!prefixes_.expects(slot)) return;
-  prefixes_.finish(caller, slot);
-  lengths_->forget_room(slot);
 }
 
 // Orders the caller's stream after the copies into a slot.
@@ -242,7 +192,7 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
   for (const std::size_t slot : slots) {
     lengths_->forget_room(slot);
     if (lengths_->differ(slot)) continue;
-    if (prefixes_.expects(slot)) {
+    if (expects(slot)) {
       lengths_->set_room(slot, -1);  // so that the next step maps the prefix, whatever the length
       continue;
     }
@@ -297,21 +247,13 @@ bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int6
          fits_now(caller, lengths, {}, true);
 }
 
-// `alone`: as if the other pools of a shared budget held nothing.
-bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands,
-                         bool alone) {
-  lengths_->require_possible(caller, lengths, bands);
-  swaps_.settle();
-  return needs().fit(lengths, bands, alone);
-}
-
 bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> lengths) {
   lengths_->require_due(caller, lengths, {}, due_);
   if (due_.empty()) return true;
   {
     const PoolLock lock(pool_);
     pool_->reap();
-    if (needs().are_ready(lengths, due_)) return true;
+    if (are_ready(lengths)) return true;
   }
   if (!pool_->looks_ahead() || !make_room_ahead(lengths)) return false;
   const PoolLock lock(pool_);
@@ -320,7 +262,7 @@ bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> leng
     further[slot] = std::min(lengths[slot] + static_cast<std::int64_t>(buffers_.shape().lookahead),
                              static_cast<std::int64_t>(buffers_.shape().max_length));
   }
-  const bool has_more = needs().pages(further) <= pool_->store().unused();
+  const bool has_more = need(further, {}).pages <= pool_->store().unused();
   for (const std::size_t slot : due_) {
     if (lengths_->differ(slot)) continue;  // has no look-ahead
     const auto length = static_cast<std::size_t>(has_more ? further[slot] : lengths[slot]);
@@ -337,22 +279,16 @@ bool SlotCache::make_room_ahead(std::span<const std::int64_t> lengths) {
   {
     const PoolLock lock(pool_);
     PageStore& store = pool_->store();
-    pages = needs().pages(lengths);
+    pages = need(lengths, {}).pages;
     if (store.shortage(std::min(pages, store.unused())).missing != 0) return false;
     if (pages <= store.unused()) return true;
-    pages += needs().leaving(lengths, due_);
+    pages += leaving(lengths);
     missing = MakeRoom(*pool_).missing(pages);
-    if (prefixes_.index().evictable(missing) < missing) return false;
+    if (prefixes_.evictable(missing) < missing) return false;
   }
-  if (missing != 0) prefixes_.index().evict(missing);
+  if (missing != 0) prefixes_.evict(missing);
   const PoolLock lock(pool_);
   return MakeRoom(*pool_).begin(pages) == 0;
-}
-
-bool SlotCache::evict(unsigned tries) {
-  std::size_t rows = 0;
-  for (const RowGroup& group : buffers_.shape().row_groups) rows += group.rows;
-  return prefixes_.index().evict(rows << std::min(tries, 10U)) != 0;
 }
 
 void SlotCache::free(const Caller& caller, std::size_t slot) {
@@ -381,14 +317,15 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
   }
   if (length == now && !lengths_->differ(slot)) return;
   await_arrival(caller, slot);
-  prefixes_.protect(caller, slot, length);
+  protect(caller, slot, length);
   hide(slot, length);
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     if (!lengths_->is_away(slot, buffers_.group(group).band))
       buffers_.truncate(caller, slot, group, length);
   }
   lengths_->truncate(slot, length);
-  prefixes_.truncate(slot, length);
+  std::vector<Token>& tokens = prompts_[slot].tokens;
+  tokens.resize(std::min(tokens.size(), length));
   look_further({&slot, 1});
 }
 
@@ -411,7 +348,7 @@ std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot,
   }
   try {
     while (forks.size() < n)
-      forks.push_back(accept(caller, whole, length, prefixes_.tokens(slot), slot, false));
+      forks.push_back(accept(caller, whole, length, prompts_[slot].tokens, slot, false));
   } catch (...) {
     for (const std::size_t made : forks) leave(made);
     throw;
@@ -461,20 +398,6 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
   return result;
 }
 
-std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
-                               std::span<const Token> tokens, const std::string& salt) {
-  lengths_->require_whole(caller, slot);
-  const std::size_t known = prefixes_.known(caller, slot, lengths_->length(slot), tokens, salt);
-  const bool adds = known != tokens.size() / prefixes_.index().unit();
-  if (adds) {
-    await_arrival(caller, slot);
-    lengths_->forget_room(slot);
-  }
-  const std::size_t published = prefixes_.publish(caller, slot, tokens, salt, known);
-  if (adds) look_further({&slot, 1});
-  return published;
-}
-
 void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positions) {
   lengths_->require_used(caller, slot);
   std::size_t length = 0;
@@ -485,7 +408,7 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
                           positions.end, " of slot ", slot, ", which has ", length, " tokens");
   }
   await_arrival(caller, slot);
-  prefixes_.protect(caller, slot, positions.begin);
+  protect(caller, slot, positions.begin);
   std::vector<Growth> growths;
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     Buffer& buffer = buffers_.at(slot, group);
@@ -541,7 +464,7 @@ void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t
     finish_prefix(caller, slot);
     if (const FencePtr copied = swaps_.copies(slot, layer))
       pool_->driver().order(caller.stream, *copied);
-    prefixes_.protect(caller, slot, positions.begin);
+    protect(caller, slot, positions.begin);
     if (shares(write)) unshare(caller, slot, positions);
   }
 }

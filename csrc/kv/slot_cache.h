@@ -14,10 +14,9 @@
 #include "base/interval.h"
 #include "base/process.h"
 #include "kv/free_slots.h"
+#include "kv/prefix_index.h"
 #include "kv/slot_buffers.h"
 #include "kv/slot_lengths.h"
-#include "kv/slot_needs.h"
-#include "kv/slot_prefixes.h"
 #include "kv/slot_swaps.h"
 #include "policy/page_pool.h"
 #include "tensor/growing.h"
@@ -52,7 +51,7 @@ class SlotCache {
     return static_cast<std::int64_t>(lengths_->here(slot, buffers_.group(group).band));
   }
   SlotSwaps& swaps() { return swaps_; }
-  PrefixIndex& prefixes() { return prefixes_.index(); }
+  PrefixIndex& prefixes() { return prefixes_; }
   // The clients that hold the cache's pages.
   std::vector<std::shared_ptr<Client>> clients() const;
   SlotCacheCounts counts();
@@ -66,7 +65,7 @@ class SlotCache {
   std::size_t alloc(const Caller& caller, std::span<const Token> tokens, const std::string& salt,
                     std::size_t expected, bool deferred = false);
   // Whether the slot's first pages may not be mapped yet. `finish_prefix` maps them.
-  bool expects(std::size_t slot) const { return prefixes_.expects(slot); }
+  bool expects(std::size_t slot) const { return expects_[slot] != 0; }
   void finish_prefix(const Caller& caller, std::size_t slot);
 
   // Makes the first lengths[s] positions of each slot its own: mapped, and not shared if they are
@@ -134,15 +133,35 @@ class SlotCache {
   void close(const Caller& caller) noexcept;
 
  private:
-  SlotNeeds needs() const { return {buffers_, *lengths_, swaps_, prefixes_}; }
+  // Pages that a step needs.
+  struct Need {
+    std::size_t pages = 0;  // to be mapped
+    std::size_t ready = 0;  // mapped ahead of need, so not to be taken back for this step
+  };
+  // The beginning of a slot's request, from position 0 on.
+  struct Prompt {
+    std::vector<Token> tokens;  // that the index knows
+    // Pages offered to the index and still writable here hold positions below this.
+    std::size_t offered = 0;
+  };
+
   bool fits_now(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands,
                 bool alone);
+  bool are_ready(std::span<const std::int64_t> lengths) const VT_LOCKED;
+  std::size_t leaving(std::span<const std::int64_t> lengths) const VT_LOCKED;
+  Need need(std::span<const std::int64_t> lengths, Bands bands) const VT_LOCKED;
+  std::size_t reclaimable() const VT_LOCKED;
   bool make_room_ahead(std::span<const std::int64_t> lengths);
   bool grow_ready(const Caller& caller, std::span<const Growth> growths);
   void look_further(std::span<const std::size_t> slots);
   std::size_t room_of(std::size_t slot, std::size_t group, std::size_t length) const VT_LOCKED;
   std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length,
                      std::vector<Token> tokens, std::optional<std::size_t> source, bool deferred);
+  std::size_t covered(std::size_t position) const;
+  std::vector<Prefix> offer(const Caller& caller, std::size_t slot, std::size_t first,
+                            std::size_t end);
+  void require_first_pages(const Caller& caller, std::size_t slot) const;
+  void protect(const Caller& caller, std::size_t slot, std::size_t begin);
   void leave(std::size_t slot) noexcept;
   // Readers in other processes see no more of the slot from now on.
   void hide(std::size_t slot, std::size_t length) noexcept;
@@ -156,7 +175,10 @@ class SlotCache {
   SlotBuffers buffers_;
   FreeSlots free_;
   SlotSwaps swaps_;
-  SlotPrefixes prefixes_;
+  PrefixIndex prefixes_;
+  std::vector<Prompt> prompts_;        // of each slot
+  std::vector<std::uint8_t> expects_;  // of each slot: see expects(); apart for cache lines
+  std::size_t prefix_queries_ = 0, prefix_hits_ = 0;  // tokens
   std::vector<std::uint64_t> shown_;  // what readers see of each slot's length; empty: no readers
   // Scratch of one step, kept to avoid allocating.
   std::vector<std::size_t> due_;

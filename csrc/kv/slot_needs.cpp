@@ -1,50 +1,52 @@
-#include "kv/slot_needs.h"
-
+// Whether memory suffices for other lengths of a cache's slots, asked before anything is done:
+// pages that the slots would need, and pages that are free or could be taken back.
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
-#include <vector>
 
 #include "base/align.h"
+#include "kv/slot_cache.h"
 
 namespace vtensor {
 
-bool SlotNeeds::fit(std::span<const std::int64_t> lengths, Bands bands, bool alone) const {
-  const std::shared_ptr<PagePool>& pool = buffers_.pool();
-  PageStore& store = pool->store();
+// `alone`: as if the other pools of a shared budget held nothing.
+bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands,
+                         bool alone) {
+  lengths_->require_possible(caller, lengths, bands);
+  swaps_.settle();
+  PageStore& store = pool_->store();
   {
-    PoolLock lock(pool);
-    pool->reap();
+    PoolLock lock(pool_);
+    pool_->reap();
     const std::size_t pages = need(lengths, bands).pages;
     if (!alone && pages <= store.unused()) return store.shortage(pages).missing == 0;
   }
-  const std::size_t elsewhere = alone ? 0 : pool->spared_elsewhere();
-  PoolLock lock(pool);
-  static_cast<void>(pool->settle_all(lock));
-  if (store.private_copies() != 0) pool->count_private_copies();  // as a growth does
+  const std::size_t elsewhere = alone ? 0 : pool_->spared_elsewhere();
+  PoolLock lock(pool_);
+  static_cast<void>(pool_->settle_all(lock));
+  if (store.private_copies() != 0) pool_->count_private_copies();  // as a growth does
   const auto [pages, ready] = need(lengths, bands);
   const std::size_t own = sub_sat(store.budget(), store.in_use());
   const std::size_t unused = alone ? own : store.unused();
   if (store.shortage(std::min(pages, unused)).missing != 0) return false;
   // The cheapest question first: most are answered before the last.
-  const PrefixIndex& index = prefixes_.index();
   if (const std::size_t most = sub_sat(pages + ready, unused + elsewhere);
-      index.pages() >= most && index.evictable(most) >= most)
+      prefixes_.pages() >= most && prefixes_.evictable(most) >= most)
     return true;
   const std::size_t others = reclaimable();
   const std::size_t still = sub_sat(pages + std::min(ready, others), unused + elsewhere + others);
-  return still <= index.pages() && index.evictable(still) >= still;
+  return still <= prefixes_.pages() && prefixes_.evictable(still) >= still;
 }
 
-bool SlotNeeds::are_ready(std::span<const std::int64_t> lengths,
-                          std::span<const std::size_t> due) const {
-  for (const std::size_t slot : due) {
+// Whether a step of the slots in `due_` makes no driver call.
+bool SlotCache::are_ready(std::span<const std::int64_t> lengths) const {
+  for (const std::size_t slot : due_) {
     const auto length = static_cast<std::size_t>(lengths[slot]);
     for (std::size_t group = 0; group < buffers_.groups(); ++group) {
       const Buffer& buffer = buffers_.at(slot, group);
       if (!buffer.is_ready(buffers_.needed(slot, group, length))) return false;
       if (!buffer.shares()) continue;
-      const Interval written{lengths_.here(slot, buffers_.group(group).band), length};
+      const Interval written{lengths_->here(slot, buffers_.group(group).band), length};
       const Interval own = intersection(buffer.indices_of(written), buffer.extent());
       if (!buffer.range().collect(own, is_copy_on_write).empty()) return false;
     }
@@ -52,10 +54,10 @@ bool SlotNeeds::are_ready(std::span<const std::int64_t> lengths,
   return true;
 }
 
-std::size_t SlotNeeds::leaving(std::span<const std::int64_t> lengths,
-                               std::span<const std::size_t> due) const {
+// Pages of the slots in `due_` that wait to be unmapped and that a step takes back.
+std::size_t SlotCache::leaving(std::span<const std::int64_t> lengths) const {
   std::size_t pages = 0;
-  for (const std::size_t slot : due) {
+  for (const std::size_t slot : due_) {
     const auto length = static_cast<std::size_t>(lengths[slot]);
     for (std::size_t group = 0; group < buffers_.groups(); ++group) {
       const Buffer& buffer = buffers_.at(slot, group);
@@ -65,7 +67,8 @@ std::size_t SlotNeeds::leaving(std::span<const std::int64_t> lengths,
   return pages;
 }
 
-SlotNeeds::Need SlotNeeds::need(std::span<const std::int64_t> lengths, Bands bands) const {
+// Pages for a step of `bands` to `lengths`.
+SlotCache::Need SlotCache::need(std::span<const std::int64_t> lengths, Bands bands) const {
   Need need;
   const std::vector<std::size_t> all = buffers_.groups_of({}), named = buffers_.groups_of(bands);
   std::unordered_map<const Page*, std::uint32_t> unsharing;
@@ -73,13 +76,14 @@ SlotNeeds::Need SlotNeeds::need(std::span<const std::int64_t> lengths, Bands ban
   for (std::size_t slot = 0; slot < lengths.size(); ++slot) {
     // Named bands that are in host memory come back too.
     if (lengths[slot] == 0) continue;
-    if (lengths[slot] <= lengths_.room(slot) && (!lengths_.differ(slot) || bands.empty())) continue;
+    if (lengths[slot] <= lengths_->room(slot) && (!lengths_->differ(slot) || bands.empty()))
+      continue;
     const std::size_t shared = swaps_.shared_positions(slot, groups);
     // A whole slot comes back whole, a band with all it has.
-    for (const std::size_t group : lengths_.state(slot) == SlotState::swapped ? all : named) {
+    for (const std::size_t group : lengths_->state(slot) == SlotState::swapped ? all : named) {
       const std::size_t band = buffers_.group(group).band;
-      const std::size_t back = lengths_.is_away(slot, band) ? lengths_.length(slot, band) : 0;
-      const Interval written{lengths_.here(slot, band),
+      const std::size_t back = lengths_->is_away(slot, band) ? lengths_->length(slot, band) : 0;
+      const Interval written{lengths_->here(slot, band),
                              std::max(static_cast<std::size_t>(lengths[slot]), back)};
       if (written.empty()) continue;
       const Buffer& buffer = buffers_.at(slot, group);
@@ -93,7 +97,7 @@ SlotNeeds::Need SlotNeeds::need(std::span<const std::int64_t> lengths, Bands ban
         need.ready += taken;
         need.pages += pages.size() * range.rows() - taken;
       }
-      if (range.copy_on_write() == 0 && !prefixes_.expects(slot)) continue;
+      if (range.copy_on_write() == 0 && !expects(slot)) continue;
       // Counted as a growth does: the last of the slots that unshare a page keeps it.
       const Interval own = intersection(buffer.indices_of(written), {0, buffer.owned_until()});
       for (std::size_t row = 0; row < range.rows(); ++row) {
@@ -109,9 +113,9 @@ SlotNeeds::Need SlotNeeds::need(std::span<const std::int64_t> lengths, Bands ban
 
 // Pages that a growth could take back: prefetched and cached ones of all clients, and unshared
 // pages of this cache's slots that wait to be unmapped.
-std::size_t SlotNeeds::reclaimable() const {
+std::size_t SlotCache::reclaimable() const {
   PoolCounts counts;
-  for (const Client* client : buffers_.pool()->clients()) client->count(counts);
+  for (const Client* client : pool_->clients()) client->count(counts);
   std::size_t pages = counts.prefetched + counts.cached;
   for (const std::shared_ptr<Buffer>& buffer : buffers_.all())
     pages += buffer->pages_coming({0, buffer->range().reserved()});

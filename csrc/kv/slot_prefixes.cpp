@@ -1,44 +1,114 @@
-#include "kv/slot_prefixes.h"
-
+// The pages that slots of a cache share with earlier requests, through the prefix index.
 #include <algorithm>
 #include <utility>
 
 #include "base/errors.h"
+#include "kv/slot_cache.h"
 #include "tensor/sharing.h"
 
 namespace vtensor {
 
-SlotPrefixes::Found SlotPrefixes::find(std::span<const Token> tokens, const std::string& salt) {
-  const std::size_t unit = index_.unit();
-  Found found{index_.take(tokens, salt, tokens.empty() ? 0 : (tokens.size() - 1) / unit), 0};
-  found.length = covered(found.parts.size() * unit);
+std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens,
+                             const std::string& salt, std::size_t expected, bool deferred) {
+  const std::size_t unit = prefixes_.unit();
+  // Never for all of the tokens, since the last one must be computed.
+  std::vector<Prefix> parts =
+      prefixes_.take(tokens, salt, tokens.empty() ? 0 : (tokens.size() - 1) / unit);
+  const std::size_t length = covered(parts.size() * unit);
   // If a position takes several pages, the last unit may hold no whole one.
-  while (!found.parts.empty() && covered((found.parts.size() - 1) * unit) == found.length)
-    found.parts.pop_back();
-  return found;
+  while (!parts.empty() && covered((parts.size() - 1) * unit) == length) parts.pop_back();
+  const std::span<const Token> found = tokens.first(length);
+  const std::size_t slot = length == 0 ? alloc(caller, std::max(expected, tokens.size()))
+                                       : accept(caller, parts, length, {found.begin(), found.end()},
+                                                std::nullopt, deferred && buffers_.looks_ahead());
+  prefix_queries_ += tokens.size();
+  prefix_hits_ += length;
+  return slot;
 }
 
-void SlotPrefixes::finish(const Caller& caller, std::size_t slot) {
+// A free slot that maps the pages of `parts`, for the first `length` positions or those of
+// `source`.
+std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
+                              std::size_t length, std::vector<Token> tokens,
+                              std::optional<std::size_t> source, bool deferred) {
+  std::vector<std::size_t> pages(buffers_.groups());
+  std::vector<std::vector<std::shared_ptr<PageSet>>> page_sets(buffers_.groups());
+  for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+    for (const Prefix& part : parts) {
+      if (part.at(group)->indices().empty()) continue;
+      page_sets[group].push_back(part[group]);
+      pages[group] = part[group]->indices().end;
+    }
+  }
+  const std::size_t slot = free_.take_empty(caller, pages);
+  try {
+    for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+      if (page_sets[group].empty()) continue;
+      const Interval positions =
+          source ? buffers_.at(*source, group).positions() : Interval{0, length};
+      const Sharing sharing(buffers_.at(slot, group), caller);
+      deferred ? sharing.expect(positions, page_sets[group])
+               : sharing.accept(positions, page_sets[group]);
+    }
+    if (source) buffers_.begin_as(slot, *source);
+    lengths_->begin(slot, length);
+    prompts_[slot] = {std::move(tokens), 0};
+    expects_[slot] = deferred;
+    look_further({&slot, 1});
+  } catch (...) {
+    leave(slot);
+    throw;
+  }
+  return slot;
+}
+
+// Maps the slot's promised prefix; called before anything reads or grows the slot's pages.
+void SlotCache::finish_prefix(const Caller& caller, std::size_t slot) {
+  if (!expects(slot)) return;
   for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot))
     Sharing(*buffer, caller).accept_expected();
   expects_[slot] = false;
+  lengths_->forget_room(slot);
 }
 
-std::size_t SlotPrefixes::known(const Caller& caller, std::size_t slot, std::size_t length,
-                                std::span<const Token> tokens, const std::string& salt) const {
-  if (tokens.size() > length) {
+bool SlotCache::evict(unsigned tries) {
+  std::size_t rows = 0;
+  for (const RowGroup& group : buffers_.shape().row_groups) rows += group.rows;
+  return prefixes_.evict(rows << std::min(tries, 10U)) != 0;
+}
+
+std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
+                               std::span<const Token> tokens, const std::string& salt) {
+  lengths_->require_whole(caller, slot);
+  if (tokens.size() > lengths_->length(slot)) {
     throw InvalidArgument("[", caller.operation, "] ", tokens.size(), " tokens were given, slot ",
-                          slot, " has ", length, ": give those whose K and V are in it");
+                          slot, " has ", lengths_->length(slot),
+                          ": give those whose K and V are in it");
   }
-  const std::vector<Token>& own = slots_[slot].tokens;
+  std::vector<Token>& own = prompts_[slot].tokens;
   const auto same = static_cast<std::ptrdiff_t>(std::min(own.size(), tokens.size()));
   if (!std::equal(own.begin(), own.begin() + same, tokens.begin())) {
     throw InvalidArgument("[", caller.operation, "] the tokens disagree with those that slot ",
                           slot, " was given for its first ", own.size(),
                           ": name the tokens whose K and V it has");
   }
-  const std::size_t known = index_.known(tokens, salt);
-  if (tokens.size() / index_.unit() == known) return known;
+  const std::size_t units = tokens.size() / prefixes_.unit();
+  const std::size_t known = prefixes_.known(tokens, salt);
+  if (known != units) {
+    require_first_pages(caller, slot);
+    await_arrival(caller, slot);
+    lengths_->forget_room(slot);
+  }
+  const std::span<const Token> published = tokens.first(units * prefixes_.unit());
+  std::vector<Token> after(published.begin(), published.end());
+  prefixes_.add(tokens, salt, known, offer(caller, slot, known, units));
+  if (after.size() > own.size()) own = std::move(after);
+  if (known != units) look_further({&slot, 1});
+  return published.size();
+}
+
+// Throws if a window has given back pages that would be published.
+void SlotCache::require_first_pages(const Caller& caller, std::size_t slot) const {
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     if (buffers_.begins(slot)[group] == 0) continue;
     const std::size_t window = buffers_.group(group).window;
@@ -46,33 +116,20 @@ std::size_t SlotPrefixes::known(const Caller& caller, std::size_t slot, std::siz
                           window, " that gave their first pages back: publish before it is ",
                           window, " tokens long");
   }
-  return known;
-}
-
-std::size_t SlotPrefixes::publish(const Caller& caller, std::size_t slot,
-                                  std::span<const Token> tokens, const std::string& salt,
-                                  std::size_t known) {
-  const std::size_t units = tokens.size() / index_.unit();
-  const std::size_t published = units * index_.unit();
-  std::vector<Token> after(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(published));
-  index_.add(tokens, salt, known, offer(caller, slot, known, units));
-  std::vector<Token>& own = slots_[slot].tokens;
-  if (published > own.size()) own = std::move(after);
-  return published;
 }
 
 // The whole pages of units from `first` up to `end`, to be mapped by later requests.
-std::vector<Prefix> SlotPrefixes::offer(const Caller& caller, std::size_t slot, std::size_t first,
-                                        std::size_t end) {
+std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot, std::size_t first,
+                                     std::size_t end) {
   if (first == end) return {};
   const bool writable = buffers_.looks_ahead();  // until another slot accepts the pages
-  if (writable) slots_[slot].offered = std::max(slots_[slot].offered, end * index_.unit());
+  if (writable) prompts_[slot].offered = std::max(prompts_[slot].offered, end * prefixes_.unit());
   std::vector<Prefix> parts(end - first);
   std::vector<Interval> pages(parts.size());
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      pages[i] = {buffers_.page_of(group, (first + i) * index_.unit()),
-                  buffers_.page_of(group, (first + i + 1) * index_.unit())};
+      pages[i] = {buffers_.page_of(group, (first + i) * prefixes_.unit()),
+                  buffers_.page_of(group, (first + i + 1) * prefixes_.unit())};
     }
     const Sharing sharing(buffers_.at(slot, group), caller);
     PageSets page_sets = writable ? sharing.offer_writable(pages) : sharing.offer(pages);
@@ -82,7 +139,7 @@ std::vector<Prefix> SlotPrefixes::offer(const Caller& caller, std::size_t slot, 
 }
 
 // Positions that lie wholly in whole pages of [0, position).
-std::size_t SlotPrefixes::covered(std::size_t position) const {
+std::size_t SlotCache::covered(std::size_t position) const {
   std::size_t covered = position;
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     const std::size_t bytes = buffers_.page_of(group, position) * buffers_.pool()->page_size();
@@ -91,8 +148,10 @@ std::size_t SlotPrefixes::covered(std::size_t position) const {
   return covered;
 }
 
-void SlotPrefixes::protect(const Caller& caller, std::size_t slot, std::size_t begin) {
-  std::size_t& offered = slots_[slot].offered;
+// Makes pages copy-on-write that the index was offered and that hold positions from `begin` on;
+// called before anything writes there.
+void SlotCache::protect(const Caller& caller, std::size_t slot, std::size_t begin) {
+  std::size_t& offered = prompts_[slot].offered;
   if (begin >= offered) return;
   for (std::size_t group = 0; group < buffers_.groups(); ++group)
     Sharing(buffers_.at(slot, group), caller).protect({0, buffers_.page_of(group, offered)});
