@@ -23,10 +23,9 @@ constexpr std::size_t kMostEvicted = std::size_t{16} << 20;
 // How often the mapper is asked for pages during a capture: other threads may take the pages found.
 constexpr int kAsked = 4;
 
-constexpr Arena::Words kWords{
-    "arena",
+constexpr const char* kHole =
     "no page is mapped there, because nothing that map() was given, and unmap() was not, has that "
-    "byte: map it first"};
+    "byte: map it first";
 
 // The intervals in order, overlaps merged: a driver maps neighbours by one call.
 std::vector<Interval> joined(std::vector<Interval> all) {
@@ -45,30 +44,38 @@ std::vector<Interval> joined(std::vector<Interval> all) {
 // Reports of faults in an arena.
 class ByteFaults final : public faults::Range {
  public:
-  ByteFaults(std::size_t bytes, const Arena::Words& words) : bytes_(bytes), words_(words) {}
+  ByteFaults(std::size_t bytes, const char* noun, const char* hole)
+      : bytes_(bytes), noun_(noun), hole_(hole) {}
 
   void name(faults::Text& text, std::uintptr_t at) const noexcept override {
-    text << "byte " << at - base() << " of the " << words_.noun << " of " << bytes_ << " bytes at ";
+    text << "byte " << at - base() << " of the " << noun_ << " of " << bytes_ << " bytes at ";
     text.address(base());
   }
-  void explain(faults::Text& text, std::uintptr_t) const noexcept override { text << words_.hole; }
+  void explain(faults::Text& text, std::uintptr_t) const noexcept override { text << hole_; }
 
  private:
   const std::size_t bytes_;
-  const Arena::Words words_;
+  const char *const noun_, *const hole_;
 };
 
 }  // namespace
 
 std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                    bool zeros, const Caller& caller) {
-  return make_for({}, pool, bytes, caller, kWords, {.first = zeros ? 1u : 0u});
+  std::shared_ptr<Arena> arena(new Arena(pool, bytes, caller, "arena", kHole),
+                               DeleteUnlessForked{});
+  arena->open({}, {.first = zeros ? 1u : 0u}, caller);
+  return arena;
 }
 
-std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
-                                       const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                       const Caller& caller, const Words& words, Backed backed) {
-  const std::size_t page = pool->page_size();
+Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, const Caller& caller,
+             const char* noun, const char* hole)
+    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages_for(*pool, bytes, caller),
+             {noun, "map the blocks before the capture"}),
+      hole_(hole) {}
+
+std::size_t Arena::pages_for(const PagePool& pool, std::size_t bytes, const Caller& caller) {
+  const std::size_t page = pool.page_size();
   // State links cached pages by 32-bit indices.
   const std::size_t limit = std::min<std::size_t>(kMostBytes, kNone * page);
   if (bytes == 0 || bytes > limit - page) {
@@ -76,25 +83,19 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
                            " bytes cannot be reserved in pages of ", page,
                            ": ask for at least 1 and at most ", limit - page);
   }
-  const std::size_t pages = ceil_div(bytes, page);
-  std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages, words.noun), DeleteUnlessForked{});
-  auto report = std::make_unique<ByteFaults>(bytes, words);
-  const Address base = arena->reserve(pages, backed);
-  {
-    PoolLock lock(pool);
-    pool->reap();
-    const std::uint64_t own = arena->join(base, std::move(report), caller);
-    arena->range_.set_owner(owner.value_or(own));
-    arena->is_tensor_ = !owner.has_value();
-    if (owner) arena->range_.stitch();
-  }
-  return arena;
+  return ceil_div(bytes, page);
 }
 
-Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
-             const char* noun)
-    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages,
-             {noun, "map the blocks before the capture"}) {}
+void Arena::open(std::optional<std::uint64_t> owner, Backed backed, const Caller& caller) {
+  auto report = std::make_unique<ByteFaults>(bytes(), words_.noun, hole_);
+  const Address base = reserve(range_.row_pages(), backed);
+  PoolLock lock(pool_);
+  pool_->reap();
+  const std::uint64_t own = join(base, std::move(report), caller);
+  range_.set_owner(owner.value_or(own));
+  is_tensor_ = !owner.has_value();
+  if (owner) range_.stitch();
+}
 
 void Arena::have_uses(std::span<const Interval> pages) {
   for (const Interval some : pages) {
@@ -116,15 +117,6 @@ std::vector<Interval> Arena::pages_of(std::span<const Interval> intervals) const
 }
 
 // -- blocks
-
-std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> intervals,
-                             std::span<const std::uint64_t> since) {
-  return map(caller, intervals, since, false);
-}
-
-void Arena::map_in_capture(const Caller& caller, Interval bytes) {
-  map(caller, {&bytes, 1}, {}, true);
-}
 
 bool Arena::map_ready(const Caller& caller, Interval bytes) {
   if (busy_ || !ready_after_.empty()) return false;
@@ -441,7 +433,6 @@ void Arena::forget(const Generation* generation) noexcept {
   if (generation->bytes.empty()) return;
   const Interval pages = pages_of(generation->bytes);
   count_back({&pages, 1});
-  if (listener_ != nullptr) listener_->use_ended(generation->bytes.begin);
 }
 
 void Arena::leave() noexcept {

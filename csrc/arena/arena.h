@@ -28,32 +28,12 @@ struct ArenaCounts {
   std::size_t evicted = 0;     // cached pages evicted so far
 };
 
-class Arena final : public Client {
+class Arena : public Client {
  public:
-  // Is called when a storage that `publish` made has ended.
-  class Listener {
-   public:
-    // The storage over bytes from `begin` on has ended.
-    virtual void use_ended(std::size_t begin) noexcept VT_LOCKED = 0;
-
-   protected:
-    ~Listener() = default;
-  };
-
   // Throws CapacityExceeded, DriverError. `zeros`: a page of zeros, read-only, stands wherever
   // nothing is mapped, on drivers where reading there would fault.
   static std::shared_ptr<Arena> make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                      bool zeros, const Caller& caller);
-  // For messages: what an arena is called, and why a byte of it may have no page.
-  struct Words {
-    const char *noun, *hole;
-  };
-  // An arena of `owner`, whose pages may move between its arenas without zeroing (I7); without an
-  // owner, an owner of its own.
-  static std::shared_ptr<Arena> make_for(std::optional<std::uint64_t> owner,
-                                         const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                         const Caller& caller, const Words& words,
-                                         Backed backed = {});
 
   Address base() const { return range_.base(); }
   std::size_t bytes() const { return shape_.capacity; }
@@ -64,12 +44,10 @@ class Arena final : public Client {
   // of driver calls, or none. Whole or nothing (I8). `since` is empty or has a time for each
   // interval; returns for each interval whether all of its pages have been mapped since then, so
   // that they hold what they held. A page that came later shows zeros or what this arena once wrote
-  // (I7). Throws OutOfPages, DriverError, TimedOut.
+  // (I7). `in_capture`: while the caller's stream is captured the mapper makes the driver calls,
+  // and this waits for it. Throws OutOfPages, DriverError, TimedOut.
   std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,
-                        std::span<const std::uint64_t> since = {});
-  // Maps one interval. While the caller's stream is captured the mapper makes the driver calls, and
-  // this waits for it.
-  void map_in_capture(const Caller& caller, Interval bytes);
+                        std::span<const std::uint64_t> since = {}, bool in_capture = false);
   // Maps one interval if its pages are mapped already and free of waits. False, and nothing is
   // changed, if they are not.
   bool map_ready(const Caller& caller, Interval bytes) VT_LOCKED;
@@ -94,8 +72,6 @@ class Arena final : public Client {
   Generation* publish() { return publish({}); }
   // A generation for a storage over bytes that `map` was given. Its end is their `unmap`.
   Generation* publish(Interval bytes);
-  // Null ends it.
-  void listen(Listener* listener) VT_LOCKED { listener_ = listener; }
 
   ArenaCounts counts();
 
@@ -108,6 +84,15 @@ class Arena final : public Client {
   void lose_contents() noexcept override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
 
+ protected:
+  // For messages: `noun` is what it is called, `hole` why a byte of it may have no page. Throws
+  // CapacityExceeded.
+  Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, const Caller& caller,
+        const char* noun, const char* hole);
+  // Reserves the addresses and joins the pool. Pages may move between arenas of one `owner` without
+  // zeroing (I7); without one, it is an owner of its own. Throws DriverError.
+  void open(std::optional<std::uint64_t> owner, Backed backed, const Caller& caller);
+
  private:
   static constexpr std::uint32_t kNone = UINT32_MAX;
 
@@ -117,9 +102,7 @@ class Arena final : public Client {
     std::uint64_t mapped_at = 0;                 // clock_ at its arrival
   };
 
-  Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
-        const char* noun);
-
+  static std::size_t pages_for(const PagePool& pool, std::size_t bytes, const Caller& caller);
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED {
     note_arrival(arrival);
   }
@@ -134,8 +117,6 @@ class Arena final : public Client {
       visit(i, uses_.reserved(i));
   }
   std::vector<Reservation::Run> missing(std::span<const Interval> pages) const VT_LOCKED;
-  std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,
-                        std::span<const std::uint64_t> since, bool in_capture);
   std::vector<char> map_missing(PoolLock& lock, const Caller& caller,
                                 std::span<const Interval> pages,
                                 std::span<const std::uint64_t> since, bool in_capture) VT_LOCKED;
@@ -155,7 +136,7 @@ class Arena final : public Client {
   // Why pages with uses are mapped: generations alone need them once the owner has left.
   Why used() const VT_LOCKED { return owned_ ? Why::needed : Why::viewed; }
 
-  Listener* listener_ VT_GUARDED = nullptr;
+  const char* const hole_;
   std::uint64_t clock_ VT_GUARDED = 0;  // one more with every arrival of pages
   std::size_t mapping_ VT_GUARDED = 0;  // calls of map() under way, which have counted pages
   SparseArray<Use> uses_ VT_GUARDED;    // [page index]

@@ -40,37 +40,11 @@ thread_local std::string last_refusal;
 
 // The heap of each address that torch has. torch frees in any thread, and after the heap was
 // closed. Never destroyed, because torch frees at the end of the process too.
-class Given {
- public:
-  using Heaps = std::map<Address, std::shared_ptr<Heap>>;
-
-  static Given& all() {
-    static Given* const all = new Given;
-    return *all;
-  }
-  void add(Address address, const std::shared_ptr<Heap>& heap) {
-    const std::lock_guard lock(mutex_);
-    heaps_.emplace(address, heap);
-  }
-  // Taken before it is free: from then on another allocation may have the address.
-  Heaps::node_type take(Address address) {
-    const std::lock_guard lock(mutex_);
-    return heaps_.extract(address);
-  }
-  void put_back(Heaps::node_type given) noexcept {
-    const std::lock_guard lock(mutex_);
-    heaps_.insert(std::move(given));
-  }
-
- private:
-  std::mutex mutex_;
-  Heaps heaps_;
+struct Given {
+  std::mutex mutex;
+  std::map<Address, std::shared_ptr<Heap>> heaps;
 };
-
-// The heap that served a thread's allocations before another does.
-struct OuterHeap {
-  std::shared_ptr<Heap> heap;
-};
+Given& given = *new Given;
 
 class HeapCore {
  public:
@@ -122,34 +96,33 @@ class HeapCore {
   OpenArenas open_for_readers(const std::vector<Address>& addresses) {
     const std::shared_ptr<Heap> heap = open("share");
     return without_gil([&] {
-      std::vector<std::shared_ptr<Arena>> arenas = heap->arenas();
-      std::erase_if(arenas, [&](const auto& arena) {
+      auto regions = heap->regions();
+      std::erase_if(regions, [&](const auto& region) {
         return std::none_of(addresses.begin(), addresses.end(), [&](Address address) {
-          return address - arena->base() < arena->bytes();
+          return address - region->base() < region->bytes();
         });
       });
-      if (arenas.empty()) throw InvalidArgument("[share] the module has no memory in this pool");
+      if (regions.empty()) throw InvalidArgument("[share] the module has no memory in this pool");
       OpenArenas open;
-      for (const std::shared_ptr<Arena>& arena : arenas) {
-        arena->share("share", 0);
-        open.first.emplace_back(arena->base(), arena->bytes());
+      for (const auto& region : regions) {
+        region->share("share", 0);
+        open.first.emplace_back(region->base(), region->bytes());
       }
-      open.second = reader_files("share", arenas);
+      open.second = reader_files("share", regions);
       return open;
     });
   }
   void fall_asleep(SleepCore& sleep) {
     const std::shared_ptr<Heap> heap = open("Pool.sleep");
-    for (const std::shared_ptr<Arena>& arena : without_gil([&] { return heap->arenas(); }))
-      sleep.add(arena);
+    for (const auto& region : without_gil([&] { return heap->regions(); })) sleep.add(region);
   }
   bool asleep() {
     const std::shared_ptr<Heap> heap = open("Pool.sleep");
     return without_gil([&] { return heap->asleep(); });
   }
 
-  // Serves torch's allocations in this thread until `leave_heap` of the result.
-  OuterHeap enter() { return {std::exchange(current_heap, open("memory"))}; }
+  // Serves torch's allocations in this thread until `leave_heap` of the result, which did before.
+  std::shared_ptr<Heap> enter() { return std::exchange(current_heap, open("memory")); }
 
   // Storages, and memory that torch has, live on until they are freed.
   void close() {
@@ -179,6 +152,7 @@ void bind_heap(nb::module_& module) {
               VT_FIELD(Counts, allocated), VT_FIELD(Counts, reserved), VT_FIELD(Counts, pages));
 
   const auto no_stream = "stream"_a = nb::none();
+  nb::class_<Heap>(module, "Heap");
   nb::class_<HeapCore>(module, "HeapCore")
       .def(nb::init<const std::shared_ptr<PagePool>&>(), "pool"_a)
       .def("allocate", &HeapCore::allocate, "nbytes"_a, no_stream)
@@ -191,8 +165,9 @@ void bind_heap(nb::module_& module) {
       .def("fall_asleep", &HeapCore::fall_asleep, "sleep"_a)
       .def("enter", &HeapCore::enter)
       .def("close", &HeapCore::close);
-  nb::class_<OuterHeap>(module, "OuterHeap");
-  module.def("leave_heap", [](OuterHeap& outer) { current_heap = std::move(outer.heap); });
+  module.def(
+      "leave_heap", [](std::shared_ptr<Heap> outer) { current_heap = std::move(outer); },
+      "outer"_a.none());
   // Clears the reason, so that it does not explain a later refusal.
   module.def("take_heap_refusal", [] { return std::exchange(last_refusal, {}); });
 }
@@ -219,7 +194,8 @@ extern "C" [[gnu::visibility("default")]] void* vtensor_allocate(std::size_t byt
     vtensor::with_memory(*heap->pool(), caller, outside,
                          [&] { address = heap->allocate(caller, bytes); });
     try {
-      Given::all().add(address, heap);
+      const std::lock_guard lock(given.mutex);
+      given.heaps.emplace(address, heap);
     } catch (...) {
       heap->free(caller, address);
       throw;
@@ -238,12 +214,16 @@ extern "C" [[gnu::visibility("default")]] void* vtensor_allocate(std::size_t byt
 extern "C" [[gnu::visibility("default")]] void vtensor_free(void* at, std::size_t, int,
                                                             void* stream) noexcept {
   if (in_forked_child()) return;
-  Given::Heaps::node_type given = Given::all().take(reinterpret_cast<Address>(at));
-  if (given.empty()) return;
+  // Taken before it is free: from then on another allocation may have the address.
+  std::unique_lock lock(given.mutex);
+  auto one = given.heaps.extract(reinterpret_cast<Address>(at));
+  lock.unlock();
+  if (one.empty()) return;
   try {
-    given.mapped()->free({"memory", reinterpret_cast<Stream>(stream)}, given.key());
+    one.mapped()->free({"memory", reinterpret_cast<Stream>(stream)}, one.key());
   } catch (...) {  // it stays allocated, and can be freed later
-    Given::all().put_back(std::move(given));
+    lock.lock();
+    given.heaps.insert(std::move(one));
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "base/align.h"
 #include "base/errors.h"
+#include "base/process.h"
 #include "policy/page_pool.h"
 
 namespace vtensor {
@@ -12,11 +13,7 @@ namespace vtensor {
 namespace {
 
 // Least pages of a region. Each is as large as all before it together, so regions stay few.
-constexpr std::size_t kSmallRegion = 32, kLargeRegion = 512;
-
-constexpr Arena::Words kWords{
-    "memory for vtensor.adopt and vtensor.memory",
-    "no page is mapped there, because what was allocated there has been freed"};
+constexpr std::size_t kRegion = 512;
 
 // An allocation gets whole pages if it leaves at most one part in kMostLoss of them empty.
 constexpr std::size_t kMostLoss = 1024;
@@ -28,19 +25,25 @@ std::size_t rounded(std::size_t bytes, std::size_t unit) {
 
 }  // namespace
 
+Heap::Region::Region(const std::shared_ptr<PagePool>& pool, std::size_t bytes, const Caller& caller,
+                     Key key)
+    : Arena(pool, bytes, caller, "memory for vtensor.adopt and vtensor.memory",
+            "no page is mapped there, because what was allocated there has been freed"),
+      key(key),
+      spans(bytes) {}
+
+void Heap::Region::forget(const Generation* generation) noexcept {
+  Arena::forget(generation);
+  spans.give_back(generation->bytes.begin);
+}
+
 Heap::Heap(const std::shared_ptr<PagePool>& pool) : pool_(pool) {
   const PoolLock lock(pool_);
   owner_ = pool_->next_id();
 }
 
 Heap::~Heap() {
-  for (const std::shared_ptr<Region>& region : regions()) {
-    {
-      const PoolLock lock(pool_);
-      region->arena->listen(nullptr);
-    }
-    region->arena->abandon();
-  }
+  for (const std::shared_ptr<Region>& region : regions()) region->abandon();
 }
 
 std::vector<std::shared_ptr<Heap::Region>> Heap::regions() const {
@@ -53,7 +56,7 @@ std::vector<std::shared_ptr<Heap::Region>> Heap::regions() const {
 
 // -- addresses
 
-Heap::Place Heap::take(Key key, std::size_t bytes) {
+std::shared_ptr<Heap::Region> Heap::best_fit(Key key, std::size_t bytes) const {
   std::shared_ptr<Region> best;
   std::size_t least = 0;
   for (const auto& [base, region] : regions_) {
@@ -63,12 +66,10 @@ Heap::Place Heap::take(Key key, std::size_t bytes) {
     best = region;
     least = fit;
   }
-  if (!best) return {};
-  const Interval taken = best->spans.take(bytes);
-  return {std::move(best), taken};
+  return best;
 }
 
-Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
+void Heap::reserve(const Caller& caller, Key key, std::size_t bytes) {
   sweep();
   const std::size_t page = pool_->page_size();
   const std::size_t budget = pool_->store().budget() * page;
@@ -83,34 +84,24 @@ Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
     const PoolLock lock(pool_);
     owner = owner_;
     for (const auto& [base, region] : regions_) {
-      if (region->key == key) reserved += region->arena->bytes();
+      if (region->key == key) reserved += region->bytes();
     }
   }
-  const std::size_t least = page * (key.second == Kind::small ? kSmallRegion : kLargeRegion);
-  const std::size_t size = std::max({bytes, least, std::min(reserved, budget)});
-  std::shared_ptr<Arena> arena = Arena::make_for(owner, pool_, size, caller, kWords);
+  const std::size_t size = std::max({bytes, page * kRegion, std::min(reserved, budget)});
+  const std::shared_ptr<Region> region(new Region(pool_, size, caller, key), DeleteUnlessForked{});
+  region->open(owner, {}, caller);
   try {
-    auto region = std::make_shared<Region>(arena, key);
     const PoolLock lock(pool_);
-    require_awake(caller);
-    const auto entered = regions_.emplace(arena->base(), region).first;
-    try {
-      const Interval taken = region->spans.take(bytes);
-      arena->listen(region.get());
-      return {std::move(region), taken};
-    } catch (...) {
-      regions_.erase(entered);
-      throw;
-    }
+    regions_.emplace(region->base(), region);
   } catch (...) {
-    arena->abandon();
+    region->abandon();
     throw;
   }
 }
 
 bool Heap::any_asleep() const {
   return std::any_of(regions_.begin(), regions_.end(),
-                     [](const auto& at) { return at.second->arena->asleep.load() != 0; });
+                     [](const auto& at) { return at.second->asleep.load() != 0; });
 }
 
 void Heap::require_awake(const Caller& caller) const {
@@ -124,26 +115,21 @@ void Heap::sweep() {
   {
     const PoolLock lock(pool_);
     unused.reserve(regions_.size());
-    for (auto at = regions_.begin(); at != regions_.end();) {
-      const std::shared_ptr<Region>& region = at->second;
-      const bool used = !region->spans.all_free() || region->arena->range().mapped() != 0;
-      if (used) {
-        ++at;
-        continue;
-      }
-      region->arena->listen(nullptr);
+    std::erase_if(regions_, [&](const auto& at) VT_LOCKED {
+      const std::shared_ptr<Region>& region = at.second;
+      if (!region->spans.all_free() || region->range().mapped() != 0) return false;
       unused.push_back(region);
-      at = regions_.erase(at);
-    }
+      return true;
+    });
   }
-  for (const std::shared_ptr<Region>& region : unused) region->arena->abandon();
+  for (const std::shared_ptr<Region>& region : unused) region->abandon();
 }
 
 std::shared_ptr<Heap::Region> Heap::region_at(Address address) const {
   auto after = regions_.upper_bound(address);
   if (after == regions_.begin()) return nullptr;
   const std::shared_ptr<Region>& region = std::prev(after)->second;
-  return region->spans.is_taken(address - region->arena->base()) ? region : nullptr;
+  return region->spans.is_taken(address - region->base()) ? region : nullptr;
 }
 
 // -- allocations
@@ -151,39 +137,38 @@ std::shared_ptr<Heap::Region> Heap::region_at(Address address) const {
 Address Heap::allocate(const Caller& caller, std::size_t bytes) {
   bytes = rounded(bytes, kAlignment);
   const std::size_t page = pool_->page_size(), whole = rounded(bytes, page);
-  Key key(caller.stream, bytes <= page / 2 ? Kind::small : Kind::large);
-  if (whole - bytes <= whole / kMostLoss) {
-    key.second = Kind::whole;
-    bytes = whole;
-  }
-  Place place;
+  const Key key(caller.stream, whole - bytes <= whole / kMostLoss);
+  if (key.second) bytes = whole;
+  std::shared_ptr<Region> region;
+  Interval taken;
   try {
-    {
+    for (;; reserve(caller, key, bytes)) {
       const PoolLock lock(pool_);
       if (closed_) throw Closed("[", caller.operation, "] the pool is closed: make a new one");
       require_awake(caller);
       pool_->reap();
-      place = take(key, bytes);
-      if (place.region && place.region->arena->map_ready(caller, place.bytes))
-        return place.region->arena->base() + place.bytes.begin;
+      region = best_fit(key, bytes);
+      if (!region) continue;
+      taken = region->spans.take(bytes);
+      if (region->map_ready(caller, taken)) return region->base() + taken.begin;
+      break;
     }
-    if (!place.region) place = take_new(caller, key, bytes);
-    place.region->arena->map_in_capture(caller, place.bytes);
+    region->map(caller, {&taken, 1}, {}, true);
   } catch (...) {
-    if (!place.region) throw;
+    if (taken.empty()) throw;
     const PoolLock lock(pool_);
-    place.region->spans.give_back(place.bytes.begin);
+    region->spans.give_back(taken.begin);
     throw;
   }
-  return place.region->arena->base() + place.bytes.begin;
+  return region->base() + taken.begin;
 }
 
 bool Heap::free(const Caller& caller, Address address) {
   const PoolLock lock(pool_);
   const std::shared_ptr<Region> region = region_at(address);
   if (!region) return false;
-  const std::size_t begin = address - region->arena->base();
-  region->arena->unmap_mapped(caller, region->spans.at(begin));
+  const std::size_t begin = address - region->base();
+  region->unmap_mapped(caller, region->spans.at(begin));
   region->spans.give_back(begin);
   return true;
 }
@@ -194,15 +179,9 @@ Generation* Heap::publish(Address address) {
   {
     const PoolLock lock(pool_);
     region = region_at(address);
-    taken = region->spans.at(address - region->arena->base());
+    taken = region->spans.at(address - region->base());
   }
-  return region->arena->publish(taken);
-}
-
-std::vector<std::shared_ptr<Arena>> Heap::arenas() const {
-  std::vector<std::shared_ptr<Arena>> all;
-  for (const std::shared_ptr<Region>& region : regions()) all.push_back(region->arena);
-  return all;
+  return region->publish(taken);
 }
 
 bool Heap::asleep() const {
@@ -213,8 +192,8 @@ bool Heap::asleep() const {
 std::size_t Heap::trim(const Caller& caller) {
   std::size_t pages = 0;
   for (const std::shared_ptr<Region>& region : regions()) {
-    const Interval all{0, region->arena->bytes()};
-    pages += region->arena->trim(caller, {&all, 1});
+    const Interval all{0, region->bytes()};
+    pages += region->trim(caller, {&all, 1});
   }
   sweep();
   return pages;
@@ -228,13 +207,13 @@ void Heap::close() {
 HeapCounts Heap::counts() {
   HeapCounts counts;
   for (const std::shared_ptr<Region>& region : regions()) {
-    const ArenaCounts pages = region->arena->counts();
+    const ArenaCounts pages = region->counts();
     counts.pages.active += pages.active;
     counts.pages.cached += pages.cached;
     counts.pages.prefetched += pages.prefetched;
     counts.pages.pinned += pages.pinned;
     counts.pages.evicted += pages.evicted;
-    counts.reserved += region->arena->bytes();
+    counts.reserved += region->bytes();
     const PoolLock lock(pool_);
     counts.allocations += region->spans.count();
     counts.allocated += region->spans.taken_bytes();

@@ -2,7 +2,7 @@
 //
 // Each stream has address space of its own, so freed bytes serve the next allocation in their
 // stream without a wait. An allocation that fills whole pages shares none, so its end frees all of
-// them; others share pages with allocations of their kind, so no bytes are lost at their ends.
+// them; others share pages with one another, so no bytes are lost at their ends.
 // Freed bytes stay mapped until memory is short: a size that comes again makes no driver call. Any
 // free page of the pool can back new addresses (GMLake, arXiv 2401.08156; torch's expandable
 // segments). The pool's lock guards all state.
@@ -60,46 +60,39 @@ class Heap {
 
   HeapCounts counts();
 
-  std::vector<std::shared_ptr<Arena>> arenas() const;
-  // Whether one of its arenas is asleep. Allocations are refused then.
+  // An arena for the allocations of one stream, of whole pages or of others.
+  class Region;
+  std::vector<std::shared_ptr<Region>> regions() const;
+  // Whether one of its regions is asleep. Allocations are refused then.
   bool asleep() const;
 
  private:
-  // small, large: at most half a page or more, sharing pages with their kind; whole: whole pages.
-  enum class Kind : std::uint8_t { small, large, whole };
-  using Key = std::pair<Stream, Kind>;
+  using Key = std::pair<Stream, bool>;  // whether its allocations fill whole pages
 
-  // An arena for the allocations of one stream and kind.
-  class Region final : public Arena::Listener {
-   public:
-    Region(std::shared_ptr<Arena> arena, Key key)
-        : spans(arena->bytes()), arena(std::move(arena)), key(key) {}
-    void use_ended(std::size_t begin) noexcept override VT_LOCKED { spans.give_back(begin); }
-
-    Spans spans VT_GUARDED;
-    const std::shared_ptr<Arena> arena;
-    const Key key;
-  };
-  struct Place {
-    std::shared_ptr<Region> region;
-    Interval bytes;
-  };
-
-  // Takes a span of `bytes` from the regions of `key`; null if none has room.
-  Place take(Key key, std::size_t bytes) VT_LOCKED;
-  // Takes a span of `bytes` from a new region.
-  Place take_new(const Caller& caller, Key key, std::size_t bytes);
+  // The region of `key` with the smallest free span that has `bytes`; null if none has room.
+  std::shared_ptr<Region> best_fit(Key key, std::size_t bytes) const VT_LOCKED;
+  // Adds a region with room for `bytes`.
+  void reserve(const Caller& caller, Key key, std::size_t bytes);
   std::shared_ptr<Region> region_at(Address address) const VT_LOCKED;
-  std::vector<std::shared_ptr<Region>> regions() const;
   bool any_asleep() const VT_LOCKED;
   void require_awake(const Caller& caller) const VT_LOCKED;
   // Frees regions in which nothing is allocated or mapped.
   void sweep();
 
   const std::shared_ptr<PagePool> pool_;
-  std::uint64_t owner_ VT_GUARDED;  // of the pages of all its arenas
+  std::uint64_t owner_ VT_GUARDED;  // of the pages of all its regions
   bool closed_ VT_GUARDED = false;
   std::map<Address, std::shared_ptr<Region>> regions_ VT_GUARDED;  // by their first byte
+};
+
+class Heap::Region final : public Arena {
+ public:
+  Region(const std::shared_ptr<PagePool>& pool, std::size_t bytes, const Caller& caller, Key key);
+  using Arena::open;
+  void forget(const Generation* generation) noexcept override VT_LOCKED;
+
+  const Key key;
+  Spans spans VT_GUARDED;
 };
 
 }  // namespace vtensor

@@ -34,11 +34,11 @@ void Generation::reap() noexcept {
 Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages,
                const Words& words)
     : pool_(pool),
+      words_(words),
       driver_(pool->driver()),
       shape_(shape),
       range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
-      work_(driver_),
-      words_(words) {}
+      work_(driver_) {}
 
 Address Client::reserve(std::size_t pages, Backed backed) {
   backed_ = backed;

@@ -226,6 +226,7 @@ class Client : public std::enable_shared_from_this<Client> {
   Generation* publish_locked(Interval indices, Interval bytes = {}) VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
+  const Words words_;
   Driver& driver_;
   const RowShape shape_;
   Reservation range_;
@@ -245,8 +246,6 @@ class Client : public std::enable_shared_from_this<Client> {
   std::unique_ptr<Generation> owner_end_ = std::make_unique<Generation>();
 
  private:
-  const Words words_;
-
   // Of `indices`, those that only generations needed and none covers now are unneeded.
   void uncover(Interval indices) VT_LOCKED;
   // If no page is fenced, unneeded pages become so. Whether any is.
