@@ -6,7 +6,7 @@
 
 #include "base/align.h"
 #include "base/errors.h"
-#include "kv/slot_faults.h"
+#include "base/fault_report.h"
 
 namespace vtensor {
 
@@ -18,6 +18,71 @@ SlotCacheShape with_all_contents(SlotCacheShape shape) {
   }
   return shape;
 }
+
+// Reports of faults in a row group: which layer, slot and token, and why.
+class SlotFaults final : public faults::Range {
+ public:
+  SlotFaults(const SlotCacheShape& shape, RowGroup group,
+             std::shared_ptr<const SlotLengths> lengths)
+      : slots_(shape.slots),
+        max_length_(shape.max_length),
+        group_(std::move(group)),
+        lengths_(std::move(lengths)) {}
+
+  void name(faults::Text& text, std::uintptr_t at) const noexcept override {
+    std::size_t first_row = 0;
+    auto content = group_.contents.begin();
+    while (first_row + content->rows() <= row_of(at) / slots_) first_row += (content++)->rows();
+    const std::size_t part_bytes = group_.item_bytes / content->layers.size();
+    const std::size_t part = in_row(at) % group_.item_bytes / part_bytes;
+    const std::size_t layer = content->layers[part];
+    text << (content->values ? "V" : "K") << " of layer " << layer;
+    if (content->heads != 0) text << ", head " << row_of(at) / slots_ - first_row;
+    text << ", slot " << row_of(at) % slots_ << ", token " << token_of(at) << " of the KVCache of "
+         << slots_ << " slots of " << max_length_ << " tokens with cache[" << layer << "]["
+         << (content->values ? "1" : "0") << "] at ";
+    text.address(base() + bytes() / group_.rows * first_row + part * part_bytes);
+  }
+
+  void explain(faults::Text& text, std::uintptr_t at) const noexcept override {
+    const std::size_t token = token_of(at);
+    const auto [state, length, away, closed] = lengths_->glimpse(row_of(at) % slots_, group_.band);
+    if (closed) {
+      text << "no page is mapped there, because the cache is closed: make a new one";
+    } else if (token >= max_length_) {
+      text << "no page is ever mapped there: check what computed the address";
+    } else if (state == SlotState::free) {
+      text << "no page is mapped there, because the slot is free: alloc() names the slots in use, "
+              "and step() gives them pages";
+    } else if (state == SlotState::swapped) {
+      text << "no page is mapped there, because the slot is swapped out: call swap_in() first";
+    } else if (away) {
+      text << "no page is mapped there, because band " << group_.band
+           << " of the slot is swapped out: call swap_in() for it first";
+    } else if (token >= length) {
+      text << "no page is mapped there, because the slot has " << length
+           << " tokens: call step() first, with a length of at least " << token + 1 << " for it";
+    } else if (token < group_.first_seen(length)) {
+      text << "no page is mapped there, because the layer's window of " << group_.window
+           << " has given back what is before token " << group_.first_seen(length)
+           << ": write what the window can still see";
+    } else {
+      text << "the slot has " << length
+           << " tokens now, so a page is there: it came after the fault, or is shared and "
+              "read-only; call unshare() before such a write";
+    }
+  }
+
+ private:
+  std::size_t row_bytes() const noexcept { return bytes() / (group_.rows * slots_); }
+  std::size_t row_of(std::uintptr_t at) const noexcept { return (at - base()) / row_bytes(); }
+  std::size_t in_row(std::uintptr_t at) const noexcept { return (at - base()) % row_bytes(); }
+  std::size_t token_of(std::uintptr_t at) const noexcept { return in_row(at) / group_.item_bytes; }
+
+  const std::size_t slots_, max_length_;
+  const RowGroup group_;
+  const std::shared_ptr<const SlotLengths> lengths_;
+};
 
 }  // namespace
 

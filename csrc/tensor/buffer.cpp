@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <utility>
 
@@ -10,7 +11,6 @@
 #include "base/process.h"
 #include "base/trace.h"
 #include "tensor/growing.h"
-#include "tensor/row_faults.h"
 #include "vmm/copy_on_write.h"
 #include "vmm/wait.h"
 
@@ -25,6 +25,71 @@ constexpr std::size_t kLeastPagesAhead = 4;
 constexpr std::size_t kShareAhead = 16;
 
 }  // namespace
+
+// Reports of faults in a tensor.
+class RowFaults final : public faults::Range {
+ public:
+  explicit RowFaults(const RowShape& shape) : shape_(shape) {}
+
+  // The owner's positions, as they are from now on; a buffer whose owner has left has none.
+  void follow(Interval positions, bool owned) noexcept {
+    begin_.store(positions.begin, std::memory_order_relaxed);
+    end_.store(positions.end, std::memory_order_relaxed);
+    owned_.store(owned, std::memory_order_relaxed);
+  }
+
+  void name(faults::Text& text, std::uintptr_t at) const noexcept override {
+    const std::ptrdiff_t begin = load(begin_), position = position_of(at) - begin;
+    if (position < 0) {
+      text << "memory before the first position";
+    } else {
+      text << "position " << static_cast<std::size_t>(position);
+    }
+    if (shape_.rows > 1) text << " of row " << (at - base()) / row_bytes();
+    text << " of the VTensor at ";
+    text.address(base() + shape_.phase + static_cast<std::size_t>(begin) * shape_.item_bytes);
+  }
+
+  void explain(faults::Text& text, std::uintptr_t at) const noexcept override {
+    const std::ptrdiff_t begin = load(begin_), end = load(end_), position = position_of(at);
+    const auto length = static_cast<std::size_t>(end - begin);
+    if (!owned_.load(std::memory_order_relaxed)) {
+      text << "no page is mapped there, because the tensor is closed: keep an alias() of what is "
+              "needed longer";
+    } else if (position < begin) {
+      text << "no page is mapped there, because positions at the front were given back: keep a "
+              "view of what is needed longer";
+    } else if (position >= static_cast<std::ptrdiff_t>(shape_.capacity)) {
+      text << "no page is ever mapped there, because the tensor's capacity ends before: check what "
+              "computed the address";
+    } else if (position >= end) {
+      text << "no page is mapped there, because the tensor has " << length
+           << " positions: call extend() first";
+    } else {
+      text << "the tensor has " << length
+           << " positions now, so a page is there: it came after the fault, or is shared with a "
+              "fork and read-only; call unshare() before such a write";
+    }
+  }
+
+ private:
+  static std::ptrdiff_t load(const std::atomic<std::size_t>& position) noexcept {
+    return static_cast<std::ptrdiff_t>(position.load(std::memory_order_relaxed));
+  }
+  std::size_t row_bytes() const noexcept { return bytes() / shape_.rows; }
+  // The position in its row that an address lies at; -1 before position 0. Positions are counted
+  // from position 0, and named from the owner's first.
+  std::ptrdiff_t position_of(std::uintptr_t at) const noexcept {
+    const std::size_t in_row = (at - base()) % row_bytes();
+    if (in_row < shape_.phase) return -1;
+    return static_cast<std::ptrdiff_t>((in_row - shape_.phase) /
+                                       std::max<std::size_t>(1, shape_.item_bytes));
+  }
+
+  const RowShape shape_;
+  std::atomic<std::size_t> begin_{0}, end_{0};
+  std::atomic<bool> owned_{true};
+};
 
 std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
                                        const Caller& caller) {
