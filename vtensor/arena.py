@@ -224,7 +224,7 @@ class Arena(StaysHere):
         """Whether :meth:`close` was called."""
         return self._core.closed
 
-    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
+    def _fall_asleep(self, sleep: _core.FallAsleep, discard: bool) -> None:
         ArenaCore.fall_asleep(self._core, sleep)
 
     def _wake(self) -> None:

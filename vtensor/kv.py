@@ -587,7 +587,7 @@ class KVCache(StaysHere):
         """Counts of this moment."""
         return count(self._core, self._layout, self._pool)
 
-    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
+    def _fall_asleep(self, sleep: _core.FallAsleep, discard: bool) -> None:
         CacheCore.fall_asleep(self._core, sleep, discard)
 
     def _wake(self) -> None:

@@ -551,7 +551,7 @@ class _Tensor(Protocol):
 
     def close(self) -> None: ...
 
-    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None: ...
+    def _fall_asleep(self, sleep: _core.FallAsleep, discard: bool) -> None: ...
 
     def _wake(self) -> None: ...
 
@@ -566,7 +566,7 @@ class Heap:
     """The ``torch.cuda.MemPool`` over it, once there is one."""
     made_at: str = field(default_factory=lambda: made_at())
 
-    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
+    def _fall_asleep(self, sleep: _core.FallAsleep, discard: bool) -> None:
         if not self.core.asleep:
             self.core.fall_asleep(sleep)
             if self.core.asleep:

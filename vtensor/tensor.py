@@ -18,7 +18,7 @@ from vtensor.pool import Pool, default_pool
 
 # VTensor calls these methods through the class. If torch.compile breaks a graph at a method of an extension
 # object, it resumes with a call that has lost the object (torch 2.13).
-SleepCore = _core.SleepCore
+FallAsleep = _core.FallAsleep
 TensorCore = _core.TensorCore
 PageRecord = _core.PageRecord
 WhenFull = Literal["raise", "move"]
@@ -272,7 +272,7 @@ class VTensor(torch.Tensor):
 
     _sleeps_as: str
 
-    def _fall_asleep(self, sleep: SleepCore, discard: bool) -> None:
+    def _fall_asleep(self, sleep: FallAsleep, discard: bool) -> None:
         TensorCore.fall_asleep(self._core, self, sleep)
 
     def _wake(self) -> None:

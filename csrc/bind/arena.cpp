@@ -22,8 +22,8 @@
 #include "bind/operation.h"
 #include "bind/released_gil.h"
 #include "bind/sharing.h"
-#include "bind/sleep.h"
 #include "bind/torch_bridge.h"
+#include "policy/sleep.h"
 
 namespace vtensor::bind {
 
@@ -100,7 +100,7 @@ class ArenaCore {
       return reader_files(caller.operation, std::array{&arena});
     });
   }
-  void fall_asleep(SleepCore& sleep) {
+  void fall_asleep(FallAsleep& sleep) {
     const SoleOperation operation(mutex_, arena_, "Pool.sleep");
     sleep.add(arena_);
   }
@@ -112,7 +112,7 @@ class ArenaCore {
   }
 
   void close(std::optional<Stream> stream) {
-    const OperationLock lock(mutex_, "Arena.close");
+    const auto lock = mutex_.hold("Arena.close");
     if (!arena_) return;
     const Caller caller = caller_of("Arena.close", stream, *arena_->pool());
     const ReleasedGil released;

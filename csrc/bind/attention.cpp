@@ -163,11 +163,7 @@ nb::object cache_of(const Launch& launch, nb::handle tensor) {
                               : "give [slots, tokens, heads, head size], or one slot of it");
   }
   const auto needed = launch.needs(rank == kRowsRank ? seen.shape[0] : 1, seen.shape[dim]);
-  if (!needed) return cache;
-  if (const auto missing = range.missing(*rows, *needed))
-    refuse(launch.operation, missing->tokens, " tokens of slot ", missing->slot,
-           " are to be read or written, step() has made ", missing->has,
-           " ready: call step(lengths) with those that are appended first, or pass fewer");
+  if (needed) range.require(launch.operation, *rows, *needed);
   return cache;
 }
 

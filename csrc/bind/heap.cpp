@@ -26,8 +26,8 @@
 #include "bind/operation.h"
 #include "bind/released_gil.h"
 #include "bind/sharing.h"
-#include "bind/sleep.h"
 #include "bind/torch_bridge.h"
+#include "policy/sleep.h"
 
 namespace vtensor::bind {
 
@@ -112,7 +112,7 @@ class HeapCore {
       return open;
     });
   }
-  void fall_asleep(SleepCore& sleep) {
+  void fall_asleep(FallAsleep& sleep) {
     const std::shared_ptr<Heap> heap = open("Pool.sleep");
     for (const auto& region : without_gil([&] { return heap->regions(); })) sleep.add(region);
   }
@@ -189,10 +189,8 @@ extern "C" [[gnu::visibility("default")]] void* vtensor_allocate(std::size_t byt
     const Caller caller{"memory", reinterpret_cast<Stream>(stream)};
     // torch holds the lock of its allocator, so its cache cannot be emptied. It does that itself
     // when an allocation is refused, and asks again.
-    const Outside outside{[](const std::function<void()>& run) { run(); }, [] { return false; }};
-    Address address = 0;
-    vtensor::with_memory(*heap->pool(), caller, outside,
-                         [&] { address = heap->allocate(caller, bytes); });
+    const Address address = vtensor::with_memory(
+        *heap->pool(), caller, [&] { return heap->allocate(caller, bytes); }, [] { return false; });
     try {
       const std::lock_guard lock(given.mutex);
       given.heaps.emplace(address, heap);

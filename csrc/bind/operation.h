@@ -5,12 +5,9 @@
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <thread>
-#include <type_traits>
-#include <utility>
 
 #include "base/errors.h"
 #include "base/process.h"
@@ -45,6 +42,15 @@ class OperationMutex {
     owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   }
 
+  // Locks for a scope. Refused in a forked child, and beside another operation.
+  std::unique_lock<OperationMutex> hold(const char* operation) {
+    refuse_in_forked_child(operation);
+    lock(operation);
+    return {*this, std::adopt_lock};
+  }
+
+  // Locks for the end of the object: no thread but the mapper can be inside.
+  void await_end() noexcept { mutex_.lock(); }
   // False if an operation is running, also in this thread.
   bool try_lock() {
     const std::thread::id self = std::this_thread::get_id();
@@ -64,21 +70,6 @@ class OperationMutex {
   std::atomic<std::thread::id> owner_{};
 };
 
-// Holds the mutex for a scope. Refused in a forked child, and beside another operation.
-class OperationLock {
- public:
-  OperationLock(OperationMutex& mutex, const char* name) : mutex_(mutex) {
-    refuse_in_forked_child(name);
-    mutex.lock(name);
-  }
-  ~OperationLock() { mutex_.unlock(); }
-  OperationLock(const OperationLock&) = delete;
-  OperationLock& operator=(const OperationLock&) = delete;
-
- private:
-  OperationMutex& mutex_;
-};
-
 // The caller with its stream: the one that it named, or torch's current one. Throws InvalidArgument
 // if there is no such stream.
 inline Caller caller_of(const char* operation, std::optional<Stream> stream, PagePool& pool) {
@@ -91,16 +82,13 @@ inline Caller caller_of(const char* operation, std::optional<Stream> stream, Pag
 // The result of `body`, which runs without the GIL. Frees memory for it if needed: see make_room.h.
 template <typename Body>
 auto with_memory(PagePool& pool, const Caller& caller, const Body& body,
-                 std::function<bool(unsigned tries)> give_up = {}) {
-  const Outside outside{[](const std::function<void()>& run) { without_gil(run); },
-                        [] { return TorchBridge::get().empty_cache(); }, std::move(give_up)};
-  if constexpr (std::is_void_v<decltype(body())>) {
-    vtensor::with_memory(pool, caller, outside, body);
-  } else {
-    decltype(body()) result{};
-    vtensor::with_memory(pool, caller, outside, [&] { result = body(); });
-    return result;
-  }
+                 const GiveUp& give_up = {}) {
+  const auto empty_cache = [] {
+    const nb::gil_scoped_acquire gil;
+    return TorchBridge::get().empty_cache();
+  };
+  return without_gil(
+      [&] { return vtensor::with_memory(pool, caller, body, empty_cache, give_up); });
 }
 
 // One operation on what an object holds in a pool. `held` is null once the object is closed, and
@@ -110,7 +98,7 @@ class SoleOperation {
   template <typename Held>
   SoleOperation(OperationMutex& mutex, const Held& held, const char* name,
                 std::optional<Stream> stream = {})
-      : lock_(mutex, name),
+      : lock_(mutex.hold(name)),
         pool_(pool_of(mutex, held, name)),
         caller_(caller_of(name, stream, pool_)) {}
 
@@ -120,8 +108,8 @@ class SoleOperation {
   Caller recorded() const { return {caller_.operation, caller_.stream}; }
 
   template <typename Body>
-  auto with_memory(const Body& body, std::function<bool(unsigned tries)> give_up = {}) const {
-    return bind::with_memory(pool_, caller_, body, std::move(give_up));
+  auto with_memory(const Body& body, const GiveUp& give_up = {}) const {
+    return bind::with_memory(pool_, caller_, body, give_up);
   }
 
  private:
@@ -131,7 +119,7 @@ class SoleOperation {
     throw Closed("[", name, "] the ", mutex.noun(), " is closed: make a new one");
   }
 
-  const OperationLock lock_;
+  const std::unique_lock<OperationMutex> lock_;
   PagePool& pool_;
   const Caller caller_;
 };

@@ -1,4 +1,6 @@
-#include "bind/sleep.h"
+// Bindings of the steps of Pool.sleep and Pool.wake. In between, the contents of the pages are
+// copied.
+#include "policy/sleep.h"
 
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/set.h>
@@ -19,6 +21,7 @@
 #include "bind/released_gil.h"
 #include "bind/torch_bridge.h"
 #include "policy/make_room.h"
+#include "policy/sleep_copy.h"
 
 namespace vtensor::bind {
 
@@ -27,39 +30,28 @@ namespace {
 constexpr const char* kSleep = "Pool.sleep";
 constexpr const char* kWake = "Pool.wake";
 
-class WakeCore {
- public:
-  WakeCore(const std::shared_ptr<PagePool>& pool, const std::vector<std::uint64_t>& numbers)
-      : pool_(pool) {
-    refuse_in_forked_child(kWake);
-    const Caller caller = caller_of(kWake, {}, *pool);
-    // Before a refusal, caches give up prefixes that no slot uses.
-    waking_ = with_memory(
-        *pool, caller, [&] { return std::make_unique<WakeUp>(pool, caller, numbers); },
-        [&pool](unsigned) { return without_gil([&] { return MakeRoom(*pool).run_shrinkers(); }); });
-  }
-  ~WakeCore() { give_up(); }
+void wake_up(WakeUp* waking, const std::shared_ptr<PagePool>& pool,
+             const std::vector<std::uint64_t>& numbers) {
+  refuse_in_forked_child(kWake);
+  const Caller caller = caller_of(kWake, {}, *pool);
+  // Before a refusal, caches give up prefixes that no slot uses.
+  with_memory(
+      *pool, caller, [&] { new (waking) WakeUp(pool, caller, numbers); },
+      [&pool](unsigned) { return MakeRoom(*pool).run_shrinkers(); });
+}
 
-  // Brings contents back. `images` are those of the sleeps whose contents are not given up.
-  std::unique_ptr<SleepCopy> copy(SleepCopy::Images images) const {
-    return std::make_unique<SleepCopy>(pool_, kWake, CopyDirection::in, waking_->parts(),
-                                       std::move(images));
-  }
-  // `restored`: the sleeps whose contents are back.
-  void finish(const std::vector<std::uint64_t>& restored) {
-    const ReleasedGil released;
-    waking_->finish(restored);
-    waking_.reset();
-  }
-  void give_up() {
-    const ReleasedGil released;
-    waking_.reset();
-  }
+// Copies what sleeps or wakes, out to the images of its sleeps or in from them.
+template <typename Sleep>
+std::unique_ptr<SleepCopy> copy(const Sleep& sleep, CopyDirection direction,
+                                SleepCopy::Images images) {
+  return std::make_unique<SleepCopy>(sleep.pool(), direction == CopyDirection::out ? kSleep : kWake,
+                                     direction, sleep.parts(), std::move(images));
+}
 
- private:
-  const std::shared_ptr<PagePool> pool_;
-  std::unique_ptr<WakeUp> waking_;
-};
+template <typename Sleep>
+void give_up(Sleep& sleep) {
+  without_gil([&] { sleep.give_up(); });
+}
 
 std::shared_ptr<SleepImage> image_in_memory(PagePool& pool, std::size_t bytes) {
   const bool pinned = pool.traits().device.type == 2;
@@ -74,69 +66,6 @@ std::shared_ptr<SleepImage> image_in_folder(const nb::bytes& path, std::size_t b
 
 }  // namespace
 
-SleepCore::SleepCore(const std::shared_ptr<PagePool>& pool) : pool_(pool) {
-  refuse_in_forked_child(kSleep);
-}
-
-std::uint64_t SleepCore::next_number() {
-  const ReleasedGil released;
-  const PoolLock lock(pool_);
-  return number_ = pool_->next_id();
-}
-
-SleepCore::~SleepCore() { give_up(); }
-
-void SleepCore::add(const std::shared_ptr<Client>& client) {
-  clients_.reserve(clients_.size() + 1);
-  std::uint64_t awake = 0;
-  if (client->asleep.compare_exchange_strong(awake, number_)) clients_.push_back(client);
-}
-
-std::set<std::uint64_t> SleepCore::numbers() const {
-  std::set<std::uint64_t> numbers;
-  for (const std::shared_ptr<Client>& client : clients_) numbers.insert(client->asleep);
-  return numbers;
-}
-
-void SleepCore::begin() {
-  const Caller caller = caller_of(kSleep, {}, *pool_);
-  with_memory(*pool_, caller, [&] { asleep_.emplace(pool_, caller, clients_); });
-}
-
-std::unique_ptr<SleepCopy> SleepCore::copy(const std::shared_ptr<SleepImage>& image) const {
-  SleepCopy::Images images;
-  for (const SleepPart& part : asleep_->parts()) images.emplace(part.sleep, image);
-  return std::make_unique<SleepCopy>(pool_, kSleep, CopyDirection::out, asleep_->parts(),
-                                     std::move(images));
-}
-
-std::size_t SleepCore::bytes() const {
-  std::size_t bytes = 0;
-  for (const SleepPart& part : asleep_->parts()) bytes += part.bytes;
-  return bytes;
-}
-
-std::size_t SleepCore::finish() {
-  const ReleasedGil released;
-  const std::size_t pages = asleep_->finish();
-  finished_ = true;
-  asleep_.reset();
-  clients_.clear();
-  try {
-    pool_->trim();  // cached pages became spare ones
-  } catch (const Error&) {
-    // The memory stays with the pool.
-  }
-  return pages;
-}
-
-void SleepCore::give_up() noexcept {
-  const ReleasedGil released;
-  asleep_.reset();
-  for (const std::shared_ptr<Client>& client : clients_) client->asleep = 0;
-  clients_.clear();
-}
-
 void bind_sleep(nb::module_& module) {
   module.def("is_asleep", &faults::asleep_at, "address"_a,
              "Whether memory of a pool at this address is away.");
@@ -146,31 +75,62 @@ void bind_sleep(nb::module_& module) {
   nb::class_<SleepCopy>(module, "SleepCopy")
       .def_prop_ro("nbytes", &SleepCopy::bytes)
       .def("step", [](SleepCopy& copy) { return without_gil([&] { return copy.step(); }); });
-  nb::class_<SleepCore>(module, "SleepCore")
-      .def(nb::init<const std::shared_ptr<PagePool>&>(), "pool"_a)
-      .def("next_number", &SleepCore::next_number)
-      .def_prop_ro("numbers", &SleepCore::numbers)
-      .def("begin", &SleepCore::begin)
-      .def_prop_ro("nbytes", &SleepCore::bytes)
-      .def("copy", &SleepCore::copy, "image"_a)
-      .def("finish", &SleepCore::finish)
-      .def_prop_ro("finished", &SleepCore::finished)
+  const auto released = nb::call_guard<ReleasedGil>();
+  nb::class_<FallAsleep>(module, "FallAsleep")
       .def(
-          "__enter__", [](nb::object sleep) { return sleep; },
-          nb::sig("def __enter__(self) -> SleepCore"))
+          "__init__",
+          [](FallAsleep* falling, const std::shared_ptr<PagePool>& pool) {
+            refuse_in_forked_child(kSleep);
+            new (falling) FallAsleep(pool);
+          },
+          "pool"_a)
+      .def("next_number", &FallAsleep::next_number, released)
+      .def_prop_ro("numbers", &FallAsleep::numbers)
+      .def("begin",
+           [](FallAsleep& falling) {
+             const Caller caller = caller_of(kSleep, {}, *falling.pool());
+             with_memory(*falling.pool(), caller, [&] { falling.begin(caller); });
+           })
+      .def_prop_ro("nbytes", &FallAsleep::bytes)
+      // The copies of the bytes that are to be kept.
       .def(
-          "__exit__", [](SleepCore& sleep, const nb::args&) { sleep.give_up(); },
+          "copy",
+          [](FallAsleep& falling, const std::shared_ptr<SleepImage>& image) {
+            SleepCopy::Images images;
+            for (const SleepPart& part : falling.parts()) images.emplace(part.sleep, image);
+            return copy(falling, CopyDirection::out, std::move(images));
+          },
+          "image"_a)
+      .def("finish", &FallAsleep::finish, released)
+      .def_prop_ro("finished", &FallAsleep::finished)
+      .def(
+          "__enter__", [](nb::object falling) { return falling; },
+          nb::sig("def __enter__(self) -> FallAsleep"))
+      .def(
+          "__exit__", [](FallAsleep& falling, const nb::args&) { give_up(falling); },
           nb::sig("def __exit__(self, *raised: object) -> None"));
-  nb::class_<WakeCore>(module, "WakeCore")
-      .def(nb::init<const std::shared_ptr<PagePool>&, const std::vector<std::uint64_t>&>(),
-           "pool"_a, "numbers"_a)
-      .def("copy", &WakeCore::copy, "images"_a)
-      .def("finish", &WakeCore::finish, "restored"_a)
+  nb::class_<WakeUp>(module, "WakeUp")
+      .def("__init__", &wake_up, "pool"_a, "numbers"_a)
+      // The copies that bring contents back. `images` are those of the sleeps whose contents are
+      // not given up.
+      .def(
+          "copy",
+          [](WakeUp& waking, SleepCopy::Images images) {
+            return copy(waking, CopyDirection::in, std::move(images));
+          },
+          "images"_a)
+      // `restored`: the sleeps whose contents are back.
+      .def(
+          "finish",
+          [](WakeUp& waking, const std::vector<std::uint64_t>& restored) {
+            without_gil([&] { waking.finish(restored); });
+          },
+          "restored"_a)
       .def(
           "__enter__", [](nb::object waking) { return waking; },
-          nb::sig("def __enter__(self) -> WakeCore"))
+          nb::sig("def __enter__(self) -> WakeUp"))
       .def(
-          "__exit__", [](WakeCore& waking, const nb::args&) { waking.give_up(); },
+          "__exit__", [](WakeUp& waking, const nb::args&) { give_up(waking); },
           nb::sig("def __exit__(self, *raised: object) -> None"));
 }
 

@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -28,9 +27,9 @@
 #include "bind/operation.h"
 #include "bind/released_gil.h"
 #include "bind/sharing.h"
-#include "bind/sleep.h"
 #include "bind/slot_range.h"
 #include "bind/torch_bridge.h"
+#include "policy/sleep.h"
 #include "vmm/wait.h"
 
 namespace vtensor::bind {
@@ -55,13 +54,14 @@ class CacheCore {
     const Caller caller = caller_of("KVCache", {}, *pool);
     cache_ = with_memory(*pool, caller,
                          [&] { return OwnedSlotCache(new SlotCache(pool, shape, caller)); });
-    *view_ = {cache_.get(), &mutex_};
     pool->add(prefixes_);
   }
   ~CacheCore() {
     // A forked child has no mapper. The parent's may have held the mutex at the fork.
-    if (!in_forked_child()) prefixes_->leave();
-    *view_ = {};
+    if (in_forked_child()) return;
+    mutex_.await_end();
+    cache_.reset();
+    mutex_.unlock();
   }
 
   bool step(const Lengths& lengths, const Numbers& bands) {
@@ -212,7 +212,7 @@ class CacheCore {
     Generation* const generation = without_gil([&] { return range->publish(); });
     nb::object storage =
         TorchBridge::get().storage_over(generation, range->range().base(), range->range().bytes());
-    SlotRange::mark(storage, SlotRange(view_, group, std::move(cache)));
+    SlotRange::mark(storage, SlotRange(open_, group, std::move(cache)));
     return storage;
   }
 
@@ -264,20 +264,20 @@ class CacheCore {
   }
 
   void close(std::optional<Stream> stream) {
-    const OperationLock lock(mutex_, "KVCache.close");
+    const auto lock = mutex_.hold("KVCache.close");
     if (!cache_) return;
     const Caller caller = caller_of("KVCache.close", stream, *cache_->pool());
     closed_ = true;
-    *view_ = {};
+    OwnedSlotCache cache = std::move(cache_);
     const ReleasedGil released;
-    cache_->close(caller);
-    cache_.reset();
+    cache->close(caller);
+    cache.reset();
   }
   bool closed() const { return closed_; }
 
   // Adds all slots to the sleep. Gives the prefix index up: pages that only the index has are not
   // mapped, so their contents cannot be copied.
-  void fall_asleep(SleepCore& sleep, bool discard) {
+  void fall_asleep(FallAsleep& sleep, bool discard) {
     constexpr const char* name = "Pool.sleep";
     const SoleOperation operation(mutex_, cache_, name);
     if (cache_->buffers().range(0)->asleep.load() != 0) return;
@@ -297,11 +297,7 @@ class CacheCore {
   // hold it for longer than the cache lives.
   class Prefixes final : public Shrinker {
    public:
-    explicit Prefixes(CacheCore& core) : core_(&core) {}
-    void leave() {
-      const std::lock_guard lock(mutex_);
-      core_ = nullptr;
-    }
+    explicit Prefixes(std::shared_ptr<OpenCache> open) : open_(std::move(open)) {}
     std::optional<std::size_t> shrink(std::size_t pages) noexcept override {
       std::size_t given = 0;
       const bool between =
@@ -320,20 +316,17 @@ class CacheCore {
     // False if an operation is under way.
     template <typename Body>
     bool between_operations(Body body) noexcept {
-      const std::lock_guard lock(mutex_);  // the cache does not end meanwhile
-      if (core_ == nullptr) return true;
-      if (!core_->mutex_.try_lock()) return false;
+      if (!open_->mutex.try_lock()) return false;
       try {
-        if (core_->cache_) body(*core_->cache_);
+        if (open_->cache) body(*open_->cache);
       } catch (const std::exception&) {
         // No memory for the eviction: the prefixes stay.
       }
-      core_->mutex_.unlock();
+      open_->mutex.unlock();
       return true;
     }
 
-    std::mutex mutex_;
-    CacheCore* core_;
+    const std::shared_ptr<OpenCache> open_;
     std::size_t kept_ = 0;
   };
 
@@ -350,9 +343,7 @@ class CacheCore {
     Operation& operator=(const Operation&) = delete;
     // As with_memory(). If memory is short, evicts prefixes that no request uses.
     void run_evicting(const std::function<void()>& body) const {
-      with_memory(body, [this](unsigned tries) {
-        return without_gil([&] { return cache_.evict(tries); });
-      });
+      with_memory(body, [this](unsigned tries) { return cache_.evict(tries); });
     }
     // The same. Returns false if memory is still short.
     bool run_if_it_fits(const std::function<void()>& body) const {
@@ -370,7 +361,7 @@ class CacheCore {
     SlotCache& cache_;
   };
 
-  CacheReading read() const { return CacheReading(*view_); }
+  CacheReading read() const { return CacheReading(*open_); }
 
   static void await(PagePool& pool, const FencePtr& fence) {
     constexpr std::chrono::milliseconds kLook{50};
@@ -384,11 +375,11 @@ class CacheCore {
     }
   }
 
-  OwnedSlotCache cache_;  // null once closed
+  const std::shared_ptr<OpenCache> open_ = std::make_shared<OpenCache>();
+  OwnedSlotCache& cache_ = open_->cache;
+  OperationMutex& mutex_ = open_->mutex;
   std::atomic<bool> closed_{false};
-  OperationMutex mutex_{"cache"};
-  const std::shared_ptr<SlotCacheView> view_ = std::make_shared<SlotCacheView>();
-  const std::shared_ptr<Prefixes> prefixes_ = std::make_shared<Prefixes>(*this);
+  const std::shared_ptr<Prefixes> prefixes_ = std::make_shared<Prefixes>(open_);
 };
 
 }  // namespace

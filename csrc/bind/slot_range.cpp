@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "bind/arguments.h"
 #include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
@@ -13,15 +14,14 @@ constexpr const char* kMark = "_vtensor_slot_range";  // an attribute of a stora
 
 }  // namespace
 
-CacheReading::CacheReading(const SlotCacheView& view) {
-  if (view.mutex != nullptr) lock_.emplace(*view.mutex, "KVCache");
-  cache_ = view.cache;  // now, because the cache may have been closed meanwhile
+CacheReading::CacheReading(OpenCache& open)
+    : lock_(open.mutex.hold("KVCache")), cache_(open.cache.get()) {
   if (cache_ == nullptr) throw Closed("[KVCache] the cache is closed: make a new one");
 }
 
-SlotRange::SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t group, nb::object cache)
-    : view_(std::move(view)), cache_(std::move(cache)), group_(group) {
-  const SlotBuffers& buffers = view_->cache->buffers();
+SlotRange::SlotRange(std::shared_ptr<OpenCache> open, std::size_t group, nb::object cache)
+    : open_(std::move(open)), cache_(std::move(cache)), group_(group) {
+  const SlotBuffers& buffers = open_->cache->buffers();
   const Buffer& range = *buffers.range(group);
   begin_ = range.range().base();
   slots_ = buffers.shape().slots;
@@ -58,20 +58,22 @@ std::optional<SlotRows> SlotRange::rows(const TensorFacts& tensor,
                   static_cast<std::int64_t>(step / item_bytes_)};
 }
 
-std::optional<SlotRange::Missing> SlotRange::missing(const SlotRows& rows,
-                                                     std::span<const RowNeed> needed) const {
-  const CacheReading cache(*view_);
+void SlotRange::require(const char* operation, const SlotRows& rows,
+                        std::span<const RowNeed> needed) const {
+  const CacheReading cache(*open_);
   for (const RowNeed& need : needed) {
     const std::size_t slot = rows.slot(need.row);
     const std::int64_t tokens = rows.tokens(need.positions), has = cache->length_here(slot, group_);
-    if (tokens > has) return Missing{slot, tokens, has};
+    if (tokens > has)
+      refuse(operation, tokens, " tokens of slot ", slot,
+             " are to be read or written, step() has made ", has,
+             " ready: call step(lengths) with those that are appended first, or pass fewer");
   }
-  return {};
 }
 
 nb::object SlotRange::open_cache() const {
   nb::object cache = cache_();
-  if (view_->cache == nullptr || cache.is_none())
+  if (open_->cache == nullptr || cache.is_none())
     throw Closed("[KVCache] the cache whose layer this is has been closed: make a new one");
   return cache;
 }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 
@@ -17,21 +18,21 @@ namespace vtensor::bind {
 
 namespace nb = nanobind;
 
-// The views' pointers to their cache; null after it is closed. Read and written with the GIL held.
-struct SlotCacheView {
-  const SlotCache* cache = nullptr;
-  OperationMutex* mutex = nullptr;
+// What a KVCache shares with the views of its layers, and with the mapper.
+struct OpenCache {
+  OwnedSlotCache cache;  // null once closed; set with the GIL held, during an operation
+  OperationMutex mutex{"cache"};
 };
 
 // Reads a cache between two operations. Throws Closed, and Error in a forked child.
 class CacheReading {
  public:
-  explicit CacheReading(const SlotCacheView& view);
+  explicit CacheReading(OpenCache& open);
   const SlotCache* operator->() const { return cache_; }
 
  private:
-  std::optional<OperationLock> lock_;
-  const SlotCache* cache_;
+  const std::unique_lock<OperationMutex> lock_;
+  const SlotCache* const cache_;
 };
 
 // Rows of a tensor that are slots of a cache, or parts of slots.
@@ -56,7 +57,7 @@ struct RowNeed {
 // The address range of one row group. Row r of slot s is its row r * slots + s.
 class SlotRange {
  public:
-  SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t group, nb::object cache);
+  SlotRange(std::shared_ptr<OpenCache> open, std::size_t group, nb::object cache);
 
   // Sets `range` as an attribute of `storage`, where all views find it. Keeps nothing alive.
   static void mark(nb::handle storage, SlotRange range);
@@ -67,18 +68,14 @@ class SlotRange {
   // is 0. Nothing if it does not consist of whole tokens of rows.
   std::optional<SlotRows> rows(const TensorFacts& tensor, std::size_t positions_dim) const;
 
-  struct Missing {
-    std::size_t slot;
-    std::int64_t tokens, has;
-  };
-  // The first slot with fewer tokens than are needed.
-  std::optional<Missing> missing(const SlotRows& rows, std::span<const RowNeed> needed) const;
+  // Throws InvalidArgument for the first slot with fewer tokens than are needed.
+  void require(const char* operation, const SlotRows& rows, std::span<const RowNeed> needed) const;
 
   // The KVCache. Throws Closed if it is closed or gone.
   nb::object open_cache() const;
 
  private:
-  std::shared_ptr<const SlotCacheView> view_;
+  std::shared_ptr<OpenCache> open_;
   nb::object cache_;  // a weak reference
   Address begin_;
   std::size_t group_, slots_, row_bytes_, item_bytes_;

@@ -12,8 +12,8 @@
 #include "bind/arguments.h"
 #include "bind/bindings.h"
 #include "bind/released_gil.h"
-#include "bind/sleep.h"
 #include "bind/tensor_core.h"
+#include "policy/sleep.h"
 
 namespace vtensor::bind {
 

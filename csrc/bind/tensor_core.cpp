@@ -16,7 +16,7 @@
 #include "bind/operation.h"
 #include "bind/released_gil.h"
 #include "bind/sharing.h"
-#include "bind/sleep.h"
+#include "policy/sleep.h"
 #include "tensor/sharing.h"
 
 namespace vtensor::bind {
@@ -197,7 +197,7 @@ void TensorCore::dress_at_end(nb::handle self) noexcept {
   }
 }
 
-void TensorCore::fall_asleep(nb::handle self, SleepCore& sleep) {
+void TensorCore::fall_asleep(nb::handle self, FallAsleep& sleep) {
   if (closed() || asleep()) return;
   const Operation operation(*this, "Pool.sleep", self);
   sleep.add(buffer_);
@@ -429,7 +429,7 @@ void TensorCore::record_stream(Stream stream) {
 
 void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
   if (closed()) return;
-  const OperationLock lock(mutex_, "VTensor.close");
+  const auto lock = mutex_.hold("VTensor.close");
   if (closed()) return;
   const Caller caller = caller_of("VTensor.close", stream, *buffer_->pool());
   const trace::Span span = traced(trace::What::shrink, positions_.begin, length());

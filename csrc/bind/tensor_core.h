@@ -16,11 +16,10 @@
 #include "bind/operation.h"
 #include "bind/sharing.h"
 #include "bind/torch_storage.h"
+#include "policy/sleep.h"
 #include "tensor/buffer.h"
 
 namespace vtensor::bind {
-
-class SleepCore;
 
 // Methods take the VTensor first, and set its class. They are called with the GIL held. Each is one
 // call from Python, so no exception from outside interrupts it (I17). They convert Python's
@@ -70,7 +69,7 @@ class TensorCore {
   nb::object alias(nb::handle self);
   void close(nb::handle self, std::optional<Stream> stream);
   // Sets the tensor's class; `wake` once it is awake.
-  void fall_asleep(nb::handle self, SleepCore& sleep);
+  void fall_asleep(nb::handle self, FallAsleep& sleep);
   void wake(nb::handle self);
   // Records that work in `stream` uses the tensor. Its pages are unmapped only after that work.
   void record_stream(Stream stream);

@@ -325,15 +325,14 @@ bool MakeRoom::give_all_back(bool spare) noexcept {
 namespace {
 
 // Rung 6. False if that gave nothing back; else the operation was tried once more.
-bool try_again(PagePool& pool, const Caller& caller, const Outside& outside, bool no_memory,
-               const std::function<void()>& body) {
-  bool gave = false;
-  outside.run([&] { gave = MakeRoom(pool).give_all_back(no_memory); });
+bool try_again(PagePool& pool, const Caller& caller, const std::function<void()>& body,
+               const std::function<bool()>& empty_cache, bool no_memory) {
+  const bool gave = MakeRoom(pool).give_all_back(no_memory);
   if (!no_memory && !gave) return false;
   const bool device = pool.traits().asynchronous;
-  const bool emptied = !no_memory || !device || outside.empty_cache();
+  const bool emptied = !no_memory || !device || empty_cache();
   try {
-    outside.run(body);
+    body();
   } catch (const DeviceOutOfMemory& refusal) {
     if (!device) throw;
     throw OutOfPages("[", caller.operation, "] need a page of ", pool.page_size(),
@@ -349,30 +348,27 @@ bool try_again(PagePool& pool, const Caller& caller, const Outside& outside, boo
 
 }  // namespace
 
-void with_memory(PagePool& pool, const Caller& caller, const Outside& outside,
-                 const std::function<void()>& body) {
+void run_with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
+                     const std::function<bool()>& empty_cache, const GiveUp& give_up) {
   pool.store().raise_if_broken();
   const auto attempt = [&] {
     try {
-      outside.run(body);
+      body();
     } catch (const DeviceOutOfMemory&) {
-      try_again(pool, caller, outside, true, body);
+      try_again(pool, caller, body, empty_cache, true);
     } catch (const ReserveReached&) {
-      try_again(pool, caller, outside, true, body);
+      try_again(pool, caller, body, empty_cache, true);
     } catch (const DriverError&) {
-      if (!try_again(pool, caller, outside, false, body)) throw;
+      if (!try_again(pool, caller, body, empty_cache, false)) throw;
     }
-  };
-  const auto gives_up = [&outside](unsigned tries) {
-    return outside.give_up && outside.give_up(tries);
   };
   for (unsigned tries = 0;; ++tries) {
     try {
       return attempt();
     } catch (const OutOfPages&) {
-      if (!gives_up(tries)) throw;
+      if (!give_up || !give_up(tries)) throw;
     } catch (const DeviceOutOfMemory&) {
-      if (!gives_up(tries)) throw;
+      if (!give_up || !give_up(tries)) throw;
     }
   }
 }

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <type_traits>
 
 #include "base/errors.h"
 #include "vmm/caller.h"
@@ -97,20 +98,27 @@ class MakeRoom {
   PagePool& pool_;
 };
 
-// What a caller of the core contributes.
-struct Outside {
-  // Runs what makes driver calls or waits: without the locks that the caller holds.
-  std::function<void(const std::function<void()>& body)> run;
-  // Has its framework release its cache of device memory; false if it cannot now.
-  std::function<bool()> empty_cache;
-  // Gives up a part of what it keeps for later, at the n-th try; false if there is nothing. May be
-  // empty.
-  std::function<bool(unsigned tries)> give_up = {};
-};
+// Gives up a part of what the caller of the core keeps for later, at the n-th try; false if there
+// is nothing.
+using GiveUp = std::function<bool(unsigned tries)>;
 
 // Runs `body`, which makes driver calls, with all rungs. No lock that the mapper or a deleter takes
-// is held meanwhile (I11).
-void with_memory(PagePool& pool, const Caller& caller, const Outside& outside,
-                 const std::function<void()>& body);
+// is held meanwhile (I11). `empty_cache` has the caller's framework release its cache of device
+// memory; false if it cannot now. `give_up` may be empty.
+void run_with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
+                     const std::function<bool()>& empty_cache, const GiveUp& give_up);
+
+// The result of `body`, run so.
+template <typename Body>
+auto with_memory(PagePool& pool, const Caller& caller, const Body& body,
+                 const std::function<bool()>& empty_cache, const GiveUp& give_up = {}) {
+  if constexpr (std::is_void_v<decltype(body())>) {
+    run_with_memory(pool, caller, body, empty_cache, give_up);
+  } else {
+    decltype(body()) result{};
+    run_with_memory(pool, caller, [&] { result = body(); }, empty_cache, give_up);
+    return result;
+  }
+}
 
 }  // namespace vtensor

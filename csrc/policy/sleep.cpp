@@ -84,14 +84,15 @@ void add_part(std::vector<SleepPart>& parts, const SleepPart& part) {
 }  // namespace
 
 HeldClients::~HeldClients() {
+  if (clients_.empty()) return;
   const PoolLock lock(pool_);
   release();
 }
 
-void HeldClients::hold(PoolLock& lock, const Clients& clients) {
+void HeldClients::hold(PoolLock& lock, const Caller& caller, const Clients& clients) {
   clients_.reserve(clients.size());
   for (const std::shared_ptr<Client>& client : clients) {
-    client->hold(lock, caller_);
+    client->hold(lock, caller);
     clients_.push_back(client);
   }
 }
@@ -103,28 +104,64 @@ void HeldClients::release() {
 
 // -- falling asleep
 
-FallAsleep::FallAsleep(const std::shared_ptr<PagePool>& pool, const Caller& caller,
-                       const HeldClients::Clients& clients)
-    : pool_(pool), caller_(caller), held_(pool, caller) {
+std::uint64_t FallAsleep::next_number() {
+  const PoolLock lock(pool_);
+  return number_ = pool_->next_id();
+}
+
+void FallAsleep::add(const std::shared_ptr<Client>& client) {
+  clients_.reserve(clients_.size() + 1);
+  std::uint64_t awake = 0;
+  if (client->asleep.compare_exchange_strong(awake, number_)) clients_.push_back(client);
+}
+
+std::set<std::uint64_t> FallAsleep::numbers() const {
+  std::set<std::uint64_t> numbers;
+  for (const std::shared_ptr<Client>& client : clients_) numbers.insert(client->asleep);
+  return numbers;
+}
+
+std::size_t FallAsleep::bytes() const {
+  std::size_t bytes = 0;
+  for (const SleepPart& part : parts_) bytes += part.bytes;
+  return bytes;
+}
+
+void FallAsleep::begin(const Caller& caller) {
+  caller_ = caller;
   MakeRoom(*pool_).give_all_back(true);
   PoolLock lock(pool_);
-  held_.hold(lock, clients);
-  require_no_readers();
-  await_work(lock);
-  unshare_private_copies(lock);
-  std::size_t pages = 0;
-  std::unordered_set<const Page*> seen;
-  const std::size_t size = pool_->page_size();
-  for (const std::shared_ptr<Client>& client : held_.all()) {
-    const Reservation& range = client->range();
-    each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) VT_LOCKED {
-      if (entry.page()->asleep || !seen.insert(entry.page()).second) return;
-      entry.page()->sleep = client->asleep;
-      entry.page()->sleep_slot = pages++;
-      add_part(parts_, {range.address(row, index), entry.page()->sleep,
-                        entry.page()->sleep_slot * size, size});
-    });
+  try {
+    held_.hold(lock, caller, clients_);
+    require_no_readers();
+    await_work(lock);
+    unshare_private_copies(lock);
+    std::size_t pages = 0;
+    std::unordered_set<const Page*> seen;
+    const std::size_t size = pool_->page_size();
+    for (const std::shared_ptr<Client>& client : held_.all()) {
+      const Reservation& range = client->range();
+      each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) VT_LOCKED {
+        if (entry.page()->asleep || !seen.insert(entry.page()).second) return;
+        entry.page()->sleep = client->asleep;
+        entry.page()->sleep_slot = pages++;
+        add_part(parts_, {range.address(row, index), entry.page()->sleep,
+                          entry.page()->sleep_slot * size, size});
+      });
+    }
+  } catch (...) {
+    held_.release();
+    parts_.clear();
+    throw;
   }
+}
+
+void FallAsleep::give_up() noexcept {
+  if (clients_.empty()) return;
+  const PoolLock lock(pool_);
+  held_.release();
+  for (const std::shared_ptr<Client>& client : clients_) client->asleep = 0;
+  clients_.clear();
 }
 
 // Readers would see zeros.
@@ -174,6 +211,19 @@ void FallAsleep::unshare_private_copies(PoolLock& lock) {
 }
 
 std::size_t FallAsleep::finish() {
+  const std::size_t given = unmap_all();
+  clients_.clear();
+  finished_ = true;
+  try {
+    pool_->trim();  // cached pages became spare ones
+  } catch (const Error&) {
+    // The memory stays with the pool.
+  }
+  return given;
+}
+
+// Unmaps the pages of which all references sleep or are page sets. Returns how many they are.
+std::size_t FallAsleep::unmap_all() {
   PoolLock lock(pool_);
   pool_->store().raise_if_broken();
   // Counted now: references may have gone since, and a write may have had the kernel copy a page.
@@ -249,11 +299,11 @@ void FallAsleep::unmap(PoolLock& lock, std::span<const SleepRun> runs) {
 
 WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
                std::span<const std::uint64_t> numbers)
-    : pool_(pool), caller_(caller), held_(pool, caller) {
+    : pool_(pool), caller_(caller), held_(pool) {
   PoolLock lock(pool_);
   pool_->reap();
   pool_->settle_all(lock);  // what has died asleep needs no memory
-  held_.hold(lock, pool_->asleep(numbers));
+  held_.hold(lock, caller_, pool_->asleep(numbers));
   collect();
   std::size_t missing = 0;
   for (const Page* page : pages_) missing += !page->resident;
@@ -361,10 +411,11 @@ void WakeUp::undo(PoolLock& lock) noexcept {
   pool_->store().sleep(lock, pages_);
 }
 
-WakeUp::~WakeUp() {
-  if (writable_mapped_ == 0 && shared_mapped_ == 0) return;
+void WakeUp::give_up() noexcept {
+  if (held_.all().empty()) return;
   PoolLock lock(pool_);
-  undo(lock);
+  if (writable_mapped_ != 0 || shared_mapped_ != 0) undo(lock);
+  held_.release();
 }
 
 }  // namespace vtensor

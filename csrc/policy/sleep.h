@@ -4,13 +4,14 @@
 // `parts`.
 //
 // Both are whole or nothing: without `finish` everything is as it was. Operations on the clients
-// are refused (`Client::asleep`) from before FallAsleep until after WakeUp, and no other thread
-// makes driver calls for them.
+// are refused (`Client::asleep`) from `add` until WakeUp ends, and no other thread makes driver
+// calls for them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -35,20 +36,18 @@ class HeldClients {
  public:
   using Clients = std::vector<std::shared_ptr<Client>>;
 
-  HeldClients(const std::shared_ptr<PagePool>& pool, const Caller& caller)
-      : pool_(pool), caller_(caller) {}
+  explicit HeldClients(const std::shared_ptr<PagePool>& pool) : pool_(pool) {}
   ~HeldClients();
   HeldClients(const HeldClients&) = delete;
   HeldClients& operator=(const HeldClients&) = delete;
 
   const Clients& all() const { return clients_; }
   // Throws TimedOut.
-  void hold(PoolLock& lock, const Clients& clients) VT_LOCKED;
+  void hold(PoolLock& lock, const Caller& caller, const Clients& clients) VT_LOCKED;
   void release() VT_LOCKED;
 
  private:
   const std::shared_ptr<PagePool> pool_;
-  const Caller caller_;
   Clients clients_;
 };
 
@@ -63,31 +62,50 @@ struct SleepRun {
 
 class FallAsleep {
  public:
+  explicit FallAsleep(const std::shared_ptr<PagePool>& pool) : pool_(pool), held_(pool) {}
+  ~FallAsleep() { give_up(); }
+  FallAsleep(const FallAsleep&) = delete;
+  FallAsleep& operator=(const FallAsleep&) = delete;
+
+  const std::shared_ptr<PagePool>& pool() const { return pool_; }
+  // A number for the clients that are added from now on, which wake together.
+  std::uint64_t next_number();
+  // Adds a client during an operation of its own: then none is under way, and the next is refused.
+  // Without effect on one that is asleep already.
+  void add(const std::shared_ptr<Client>& client);
+  // The numbers that clients were added with.
+  std::set<std::uint64_t> numbers() const;
+
   // Waits until no launched work may use the clients' pages, gives up what they have ahead of need
   // or cached, and gives what the kernel copied at writes pages of its own. Throws TimedOut,
-  // OutOfPages, DriverError. Requires: the `asleep` of each is the number of a sleep. Clients of
-  // one number wake together.
-  FallAsleep(const std::shared_ptr<PagePool>& pool, const Caller& caller,
-             const HeldClients::Clients& clients);
-
+  // OutOfPages, DriverError; it may be called again then.
+  void begin(const Caller& caller);
   // The bytes that the caller is to save; a page with several mappings is in it once.
   const std::vector<SleepPart>& parts() const { return parts_; }
+  std::size_t bytes() const;
   // Unmaps the pages, and gives their memory back; returns how many. Pages stay that other clients
   // have too, as forks that are awake or in another sleep. Throws DriverError; nothing has changed
   // then, or the pool is broken.
   std::size_t finish();
+  bool finished() const { return finished_; }
+  // Unless it is finished, wakes the clients, which are as they were.
+  void give_up() noexcept;
 
  private:
   void await_work(PoolLock& lock) VT_LOCKED;
   void require_no_readers() VT_LOCKED;
   void explain(bool asleep) noexcept VT_LOCKED;
   void unshare_private_copies(PoolLock& lock) VT_LOCKED;
+  std::size_t unmap_all();
   void unmap(PoolLock& lock, std::span<const SleepRun> runs) VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
-  const Caller caller_;
+  Caller caller_{"Pool.sleep"};
+  std::uint64_t number_ = 0;
+  HeldClients::Clients clients_;
   HeldClients held_;
   std::vector<SleepPart> parts_;
+  bool finished_ = false;
 };
 
 class WakeUp {
@@ -96,15 +114,18 @@ class WakeUp {
   // OutOfPages, DriverError, TimedOut.
   WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
          std::span<const std::uint64_t> numbers);
-  ~WakeUp();
+  ~WakeUp() { give_up(); }
   WakeUp(const WakeUp&) = delete;
   WakeUp& operator=(const WakeUp&) = delete;
 
+  const std::shared_ptr<PagePool>& pool() const { return pool_; }
   // Where the caller is to write the saved bytes.
   const std::vector<SleepPart>& parts() const { return parts_; }
   // The clients are as they were, but that those in other sleeps than `restored` lost what their
   // pages held. Throws DriverError, TimedOut; they are asleep then.
   void finish(std::span<const std::uint64_t> restored);
+  // Unless it is finished, has the clients sleep on.
+  void give_up() noexcept;
 
  private:
   void collect() VT_LOCKED;

@@ -250,31 +250,28 @@ Outcome drive(Stage& stage, const std::atomic<bool>& done, Stream stream, unsign
 // What Python does: marks, keeps, brings back.
 class Sleep {
  public:
-  explicit Sleep(const std::shared_ptr<PagePool>& pool) : pool_(pool) {}
+  explicit Sleep(const std::shared_ptr<PagePool>& pool) : pool_(pool), falling_(pool) {}
 
   std::uint64_t next_number() {
-    const PoolLock lock(pool_);
-    numbers.push_back(pool_->next_id());
+    numbers.push_back(falling_.next_number());
     return numbers.back();
   }
   void add(Subject& subject) {
     const std::lock_guard lock(subject.operation);
-    std::uint64_t awake = 0;
-    const std::shared_ptr<Client> client = subject.client();
-    if (client->asleep.compare_exchange_strong(awake, numbers.back())) clients_.push_back(client);
+    falling_.add(subject.client());
   }
   // How many pages' memory went; nothing if it was refused, and all is awake then.
   std::optional<std::size_t> begin() {
     try {
-      FallAsleep falling(pool_, kCaller, clients_);
-      for (const SleepPart& part : falling.parts()) {
+      falling_.begin(kCaller);
+      for (const SleepPart& part : falling_.parts()) {
         for (std::size_t i = 0; i < part.bytes; i += kPage)
           std::memcpy(&kept_[part.offset + i], reinterpret_cast<const void*>(part.at + i), kPage);
       }
-      return falling.finish();
+      return falling_.finish();
     } catch (const Error&) {
     }
-    for (const std::shared_ptr<Client>& client : clients_) client->asleep = 0;
+    falling_.give_up();
     return std::nullopt;
   }
   bool wake(std::span<const std::uint64_t> some, bool discard = false) {
@@ -305,7 +302,7 @@ class Sleep {
     char bytes[kPage];
   };
   const std::shared_ptr<PagePool> pool_;
-  HeldClients::Clients clients_;
+  FallAsleep falling_;
   std::map<std::size_t, Bytes> kept_;  // by their place
 };
 
@@ -444,16 +441,18 @@ struct One {
 
   char* bytes() const { return reinterpret_cast<char*>(buffer->address_of(0, 0)); }
   std::size_t sleep() {
-    buffer->asleep = kNumber;
-    FallAsleep falling(pool, kCaller, {buffer});
+    FallAsleep falling(pool);
+    number = falling.next_number();
+    falling.add(buffer);
+    falling.begin(kCaller);
     return falling.finish();
   }
   void wake() {
-    WakeUp waking(pool, kCaller, std::span(&kNumber, 1));
-    waking.finish(std::span(&kNumber, 1));
+    WakeUp waking(pool, kCaller, std::span(&number, 1));
+    waking.finish(std::span(&number, 1));
   }
 
-  static constexpr std::uint64_t kNumber = 1'000'000;
+  std::uint64_t number = 0;
   std::shared_ptr<PagePool> pool;
   std::shared_ptr<Buffer> buffer;
 };
@@ -529,9 +528,11 @@ TEST_CASE("a page that sleeps has no private copy") {
   const std::vector<std::size_t> rows{0};
   const std::shared_ptr<Buffer> fork =
       Sharing(*one.buffer, kCaller).share(one.buffer->shape(), rows, false);
-  fork->asleep = One<OnHost>::kNumber;
-  one.buffer->asleep = One<OnHost>::kNumber;
-  FallAsleep falling(one.pool, kCaller, {one.buffer, fork});
+  FallAsleep falling(one.pool);
+  one.number = falling.next_number();
+  falling.add(one.buffer);
+  falling.add(fork);
+  falling.begin(kCaller);
   CHECK(falling.finish() == 4);
   volatile char seen = 0;
   for (std::size_t i = 0; i < 4; ++i) seen = one.bytes()[i * kPage];  // what views may do

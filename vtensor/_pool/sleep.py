@@ -23,7 +23,7 @@ __all__ = ["Image", "Sleeper", "contents_of", "fall_asleep", "forget", "wake"]
 class Sleeper(Protocol):
     """An object whose memory can leave."""
 
-    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None: ...
+    def _fall_asleep(self, sleep: _core.FallAsleep, discard: bool) -> None: ...
 
     def _wake(self) -> None:
         """After a sleep has ended, if only because another of its objects could not sleep."""
@@ -68,7 +68,7 @@ def fall_asleep(
     core: _core.PagePool, by_tag: dict[str, list[Sleeper]], contents: str | bytes, images: list[Image]
 ) -> int:
     """Takes the memory of sleepers, and adds an image of each tag to ``images``. Returns pages given back."""
-    sleep = _core.SleepCore(core)
+    sleep = _core.FallAsleep(core)
     asleep: list[Image] = []
     try:
         with sleep:
@@ -101,7 +101,7 @@ def wake(core: _core.PagePool, images: list[Image], chosen: list[Image], discard
     """Gives ``chosen`` their memory back, with its contents unless ``discard``, and removes them from
     ``images``. Cut off behind ``finish``, it leaves the rest to the next call."""
     kept = {image.number: image.kept for image in chosen if image.kept is not None and not discard}
-    with _core.WakeCore(core, [image.number for image in chosen]) as waking:
+    with _core.WakeUp(core, [image.number for image in chosen]) as waking:
         _copy(waking.copy(kept), "Pool.wake")
         waking.finish(list(kept))
     _wake_all(chosen)
