@@ -171,7 +171,6 @@ class BlocksCore {
   void prepare(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.prepare", numbers);
     core_.run("Blocks.prepare", {}, [&](Arena& arena, const Caller& caller) {
-      blocks_->require(caller.operation, all);
       arena.raise_error();
       arena.prepare(blocks_->bytes_of(all));
     });
@@ -191,14 +190,12 @@ class BlocksCore {
   std::vector<bool> whole(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.whole", numbers);
     return as_bools(core_.run("Blocks.whole", {}, [&](Arena& arena, const Caller& caller) {
-      blocks_->require(caller.operation, all);
       return blocks_->whole(arena, all);
     }));
   }
   std::size_t trim(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.trim", numbers);
     return core_.run("Blocks.trim", {}, [&](Arena& arena, const Caller& caller) {
-      blocks_->require(caller.operation, all);
       return arena.trim(caller, blocks_->bytes_of(all));
     });
   }
@@ -207,12 +204,14 @@ class BlocksCore {
   }
 
  private:
-  static std::vector<std::size_t> read(const char* operation, nb::handle numbers) {
-    return each(operation, "numbers", numbers, [&](nb::handle given) {
+  std::vector<std::size_t> read(const char* operation, nb::handle numbers) const {
+    auto all = each(operation, "numbers", numbers, [&](nb::handle given) {
       const std::int64_t number = integer(operation, "numbers", given);
       if (number < 0) refuse(operation, "there is no block ", number);
       return static_cast<std::size_t>(number);
     });
+    blocks_->require(operation, all);
+    return all;
   }
 
   ArenaCore& core_;  // which the binding keeps alive

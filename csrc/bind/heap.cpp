@@ -46,6 +46,12 @@ struct Given {
 };
 Given& given = *new Given;
 
+// The heap that served a thread's allocations before another does. Not bound as a shared_ptr, whose
+// copies would need the GIL to end: torch frees without it.
+struct OuterHeap {
+  std::shared_ptr<Heap> heap;
+};
+
 class HeapCore {
  public:
   explicit HeapCore(const std::shared_ptr<PagePool>& pool) {
@@ -121,8 +127,8 @@ class HeapCore {
     return without_gil([&] { return heap->asleep(); });
   }
 
-  // Serves torch's allocations in this thread until `leave_heap` of the result, which did before.
-  std::shared_ptr<Heap> enter() { return std::exchange(current_heap, open("memory")); }
+  // Serves torch's allocations in this thread until `leave_heap` of the result.
+  OuterHeap enter() { return {std::exchange(current_heap, open("memory"))}; }
 
   // Storages, and memory that torch has, live on until they are freed.
   void close() {
@@ -152,7 +158,6 @@ void bind_heap(nb::module_& module) {
               VT_FIELD(Counts, allocated), VT_FIELD(Counts, reserved), VT_FIELD(Counts, pages));
 
   const auto no_stream = "stream"_a = nb::none();
-  nb::class_<Heap>(module, "Heap");
   nb::class_<HeapCore>(module, "HeapCore")
       .def(nb::init<const std::shared_ptr<PagePool>&>(), "pool"_a)
       .def("allocate", &HeapCore::allocate, "nbytes"_a, no_stream)
@@ -165,9 +170,8 @@ void bind_heap(nb::module_& module) {
       .def("fall_asleep", &HeapCore::fall_asleep, "sleep"_a)
       .def("enter", &HeapCore::enter)
       .def("close", &HeapCore::close);
-  module.def(
-      "leave_heap", [](std::shared_ptr<Heap> outer) { current_heap = std::move(outer); },
-      "outer"_a.none());
+  nb::class_<OuterHeap>(module, "OuterHeap");
+  module.def("leave_heap", [](OuterHeap& outer) { current_heap = std::move(outer.heap); });
   // Clears the reason, so that it does not explain a later refusal.
   module.def("take_heap_refusal", [] { return std::exchange(last_refusal, {}); });
 }

@@ -81,26 +81,21 @@ void add_part(std::vector<SleepPart>& parts, const SleepPart& part) {
   parts.push_back(part);
 }
 
-}  // namespace
-
-HeldClients::~HeldClients() {
-  if (clients_.empty()) return;
-  const PoolLock lock(pool_);
-  release();
-}
-
-void HeldClients::hold(PoolLock& lock, const Caller& caller, const Clients& clients) {
-  clients_.reserve(clients.size());
+// Adds `clients` to those that are held. Throws TimedOut.
+void hold(PoolLock& lock, const Caller& caller, const Clients& clients, Clients& held) VT_LOCKED {
+  held.reserve(clients.size());
   for (const std::shared_ptr<Client>& client : clients) {
     client->hold(lock, caller);
-    clients_.push_back(client);
+    held.push_back(client);
   }
 }
 
-void HeldClients::release() {
-  for (const std::shared_ptr<Client>& client : clients_) client->end_hold();
-  clients_.clear();
+void release(Clients& held) noexcept VT_LOCKED {
+  for (const std::shared_ptr<Client>& client : held) client->end_hold();
+  held.clear();
 }
+
+}  // namespace
 
 // -- falling asleep
 
@@ -132,14 +127,14 @@ void FallAsleep::begin(const Caller& caller) {
   MakeRoom(*pool_).give_all_back(true);
   PoolLock lock(pool_);
   try {
-    held_.hold(lock, caller, clients_);
+    hold(lock, caller, clients_, held_);
     require_no_readers();
     await_work(lock);
     unshare_private_copies(lock);
     std::size_t pages = 0;
     std::unordered_set<const Page*> seen;
     const std::size_t size = pool_->page_size();
-    for (const std::shared_ptr<Client>& client : held_.all()) {
+    for (const std::shared_ptr<Client>& client : held_) {
       const Reservation& range = client->range();
       each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) VT_LOCKED {
         if (entry.page()->asleep || !seen.insert(entry.page()).second) return;
@@ -150,7 +145,7 @@ void FallAsleep::begin(const Caller& caller) {
       });
     }
   } catch (...) {
-    held_.release();
+    release(held_);
     parts_.clear();
     throw;
   }
@@ -159,7 +154,7 @@ void FallAsleep::begin(const Caller& caller) {
 void FallAsleep::give_up() noexcept {
   if (clients_.empty()) return;
   const PoolLock lock(pool_);
-  held_.release();
+  release(held_);
   for (const std::shared_ptr<Client>& client : clients_) client->asleep = 0;
   clients_.clear();
 }
@@ -167,7 +162,7 @@ void FallAsleep::give_up() noexcept {
 // Readers would see zeros.
 void FallAsleep::require_no_readers() {
   std::size_t readers = 0;
-  for (const std::shared_ptr<Client>& client : held_.all()) {
+  for (const std::shared_ptr<Client>& client : held_) {
     if (client->range().shared()) readers = std::max(readers, client->range().shared()->readers());
   }
   if (readers == 0) return;
@@ -177,17 +172,17 @@ void FallAsleep::require_no_readers() {
 }
 
 void FallAsleep::explain(bool asleep) noexcept {
-  for (const std::shared_ptr<Client>& client : held_.all()) client->explain_asleep(asleep);
+  for (const std::shared_ptr<Client>& client : held_) client->explain_asleep(asleep);
 }
 
 void FallAsleep::await_work(PoolLock& lock) {
   Driver& driver = pool_->driver();
   pool_->await(lock, caller_.operation, "the lease of a tensor or a cache", [this]() VT_LOCKED {
-    return std::none_of(held_.all().begin(), held_.all().end(),
+    return std::none_of(held_.begin(), held_.end(),
                         [](const auto& client) VT_LOCKED { return client->leased(); });
   });
   std::vector<FencePtr> fences;
-  for (const std::shared_ptr<Client>& client : held_.all()) {
+  for (const std::shared_ptr<Client>& client : held_) {
     const std::vector<FencePtr> more = client->fences();
     fences.insert(fences.end(), more.begin(), more.end());
   }
@@ -197,7 +192,7 @@ void FallAsleep::await_work(PoolLock& lock) {
 
 void FallAsleep::unshare_private_copies(PoolLock& lock) {
   if (!pool_->traits().kernel_copies_on_write) return;
-  for (const std::shared_ptr<Client>& client : held_.all()) {
+  for (const std::shared_ptr<Client>& client : held_) {
     Reservation& range = client->range();
     const Interval all{0, range.reserved()};
     std::vector<Reservation::Run> copies = private_copies_in(range, all);
@@ -228,12 +223,12 @@ std::size_t FallAsleep::unmap_all() {
   pool_->store().raise_if_broken();
   // Counted now: references may have gone since, and a write may have had the kernel copy a page.
   std::unordered_map<Page*, std::size_t> uses;
-  for (const std::shared_ptr<Client>& client : held_.all()) {
+  for (const std::shared_ptr<Client>& client : held_) {
     each_entry(*client, [&](Entry entry, std::size_t, std::size_t) {
       if (!entry.page()->asleep && entry.page()->sleep == client->asleep) ++uses[entry.page()];
     });
   }
-  for (const std::shared_ptr<Client>& client : held_.all()) {
+  for (const std::shared_ptr<Client>& client : held_) {
     const Reservation& range = client->range();
     for (const Reservation::Run& run : private_copies_in(range, {0, range.reserved()})) {
       for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
@@ -246,7 +241,7 @@ std::size_t FallAsleep::unmap_all() {
   };
   std::vector<SleepRun> runs;
   std::vector<Page*> pages;
-  for (const std::shared_ptr<Client>& client : held_.all()) {
+  for (const std::shared_ptr<Client>& client : held_) {
     each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) {
       if (!goes(entry.page())) return;
       add_page(runs, *client, row, index, entry, is_writable(entry));
@@ -264,7 +259,7 @@ std::size_t FallAsleep::unmap_all() {
     throw;
   }
   const std::size_t given = pool_->store().sleep(lock, pages);
-  held_.release();
+  release(held_);
   return given;
 }
 
@@ -299,19 +294,24 @@ void FallAsleep::unmap(PoolLock& lock, std::span<const SleepRun> runs) {
 
 WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
                std::span<const std::uint64_t> numbers)
-    : pool_(pool), caller_(caller), held_(pool) {
+    : pool_(pool), caller_(caller) {
   PoolLock lock(pool_);
   pool_->reap();
   pool_->settle_all(lock);  // what has died asleep needs no memory
-  held_.hold(lock, caller_, pool_->asleep(numbers));
-  collect();
-  std::size_t missing = 0;
-  for (const Page* page : pages_) missing += !page->resident;
-  while (MakeRoom(*pool_).ready(lock, caller_.operation, missing)) {
+  try {
+    hold(lock, caller_, pool_->asleep(numbers), held_);
+    collect();
+    std::size_t missing = 0;
+    for (const Page* page : pages_) missing += !page->resident;
+    while (MakeRoom(*pool_).ready(lock, caller_.operation, missing)) {
+    }
+    pool_->store().wake(pages_);
+    collect();  // with their new handles
+    map(lock);
+  } catch (...) {
+    release(held_);
+    throw;
   }
-  pool_->store().wake(pages_);
-  collect();  // with their new handles
-  map(lock);
 }
 
 void WakeUp::collect() {
@@ -321,7 +321,7 @@ void WakeUp::collect() {
   unclean_.clear();
   const std::size_t size = pool_->page_size();
   std::unordered_set<const Page*> seen;
-  for (const std::shared_ptr<Client>& client : held_.all()) {
+  for (const std::shared_ptr<Client>& client : held_) {
     const Reservation& range = client->range();
     each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) {
       if (!entry.page()->asleep) return;
@@ -386,13 +386,13 @@ void WakeUp::finish(std::span<const std::uint64_t> restored) {
   }
   pool_->store().woken(pages_);
   for (const SleepRun& run : runs_) run.client->range().show(run.pages);  // with their new handles
-  for (const std::shared_ptr<Client>& client : held_.all()) {
+  for (const std::shared_ptr<Client>& client : held_) {
     if (std::find(restored.begin(), restored.end(), client->asleep.load()) == restored.end())
       client->lose_contents();
     client->asleep = 0;
     client->explain_asleep(false);
   }
-  held_.release();
+  release(held_);
   writable_mapped_ = shared_mapped_ = 0;
 }
 
@@ -412,10 +412,10 @@ void WakeUp::undo(PoolLock& lock) noexcept {
 }
 
 void WakeUp::give_up() noexcept {
-  if (held_.all().empty()) return;
+  if (held_.empty()) return;
   PoolLock lock(pool_);
   if (writable_mapped_ != 0 || shared_mapped_ != 0) undo(lock);
-  held_.release();
+  release(held_);
 }
 
 }  // namespace vtensor

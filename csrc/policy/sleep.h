@@ -31,26 +31,6 @@ struct SleepPart {
   std::size_t bytes;
 };
 
-// Clients that are held: no other thread works on them.
-class HeldClients {
- public:
-  using Clients = std::vector<std::shared_ptr<Client>>;
-
-  explicit HeldClients(const std::shared_ptr<PagePool>& pool) : pool_(pool) {}
-  ~HeldClients();
-  HeldClients(const HeldClients&) = delete;
-  HeldClients& operator=(const HeldClients&) = delete;
-
-  const Clients& all() const { return clients_; }
-  // Throws TimedOut.
-  void hold(PoolLock& lock, const Caller& caller, const Clients& clients) VT_LOCKED;
-  void release() VT_LOCKED;
-
- private:
-  const std::shared_ptr<PagePool> pool_;
-  Clients clients_;
-};
-
 // Neighbouring pages of a client, and how they are mapped.
 struct SleepRun {
   Client* client;
@@ -60,9 +40,11 @@ struct SleepRun {
   std::vector<Handle> handles;
 };
 
+using Clients = std::vector<std::shared_ptr<Client>>;
+
 class FallAsleep {
  public:
-  explicit FallAsleep(const std::shared_ptr<PagePool>& pool) : pool_(pool), held_(pool) {}
+  explicit FallAsleep(const std::shared_ptr<PagePool>& pool) : pool_(pool) {}
   ~FallAsleep() { give_up(); }
   FallAsleep(const FallAsleep&) = delete;
   FallAsleep& operator=(const FallAsleep&) = delete;
@@ -102,8 +84,8 @@ class FallAsleep {
   const std::shared_ptr<PagePool> pool_;
   Caller caller_{"Pool.sleep"};
   std::uint64_t number_ = 0;
-  HeldClients::Clients clients_;
-  HeldClients held_;
+  Clients clients_;
+  Clients held_;  // no other thread works on them
   std::vector<SleepPart> parts_;
   bool finished_ = false;
 };
@@ -138,7 +120,7 @@ class WakeUp {
 
   const std::shared_ptr<PagePool> pool_;
   const Caller caller_;
-  HeldClients held_;
+  Clients held_;
   std::vector<Page*> pages_;  // each once
   std::vector<SleepRun> runs_;
   std::vector<SleepPart> parts_;
