@@ -25,7 +25,7 @@ esac
 echo "$said" | tee -a "$SAID"
 if [[ -n $FAILS && $said = *$FAILS* ]]; then exit 1; fi
 """
-FILES = ("cuda_mapping", "cuda_tensor", "beside_cuda_core", "torch_memory", "attention")
+FILES = ("cuda_mapping", "cuda_tensor", "shared_memory", "beside_cuda_core", "torch_memory", "attention")
 TESTS = [f"test tests/gpu/test_{name}.py" for name in FILES]
 SETUP = ["build", "first questions"]  # side by side
 
@@ -54,7 +54,7 @@ def gpu_script(tmp_path):
 def test_a_gpu_is_tested_asked_and_measured(gpu_script):
     done = gpu_script()
     assert (sorted(done.said[:2]), done.code) == (SETUP, 0)
-    assert done.said[2:] == [*TESTS[:4], "other questions", TESTS[4], "benchmarks"]
+    assert done.said[2:] == [*TESTS[:-1], "other questions", TESTS[-1], "benchmarks"]
     assert done.files == {"build.txt": ["build"], "gpu-tests.txt": TESTS}
 
 
@@ -79,5 +79,5 @@ def test_without_a_build_the_questions_are_asked_all_the_same(gpu_script, argume
 def test_what_fails_stops_nothing_after_it(gpu_script, what):
     done = gpu_script(fails=what)
     assert (sorted(done.said[:2]), done.code) == (SETUP, 1)
-    assert done.said[2:] == [*TESTS[:4], "other questions", TESTS[4], "benchmarks"]
+    assert done.said[2:] == [*TESTS[:-1], "other questions", TESTS[-1], "benchmarks"]
     assert "error: failed: " in done.err

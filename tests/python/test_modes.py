@@ -224,7 +224,7 @@ class Walk:
             assert reader.nbytes_mapped == 6 * PAGE and reader.nbytes_reserved == 64 * PAGE and repr(reader)
             with pytest.raises(vtensor.VTensorError):
                 assert reader.pool
-            reader.record_stream(None)
+            reader.record_stream(0)
             for name, member in vars(vtensor.Reader).items():
                 if (member.__doc__ or "").startswith("Raises VTensorError: a reader reads."):
                     with pytest.raises(vtensor.VTensorError, match=f"Reader.{name}"):
