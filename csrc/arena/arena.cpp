@@ -152,9 +152,13 @@ void Arena::begin_use(std::span<const Interval> pages) noexcept {
   for (const Interval some : pages) {
     for (std::size_t i = some.begin; i < some.end; ++i) {
       ++uses_.reserved(i).blocks;
-      // What a call that failed had mapped is unmapped first.
-      if (!is_leaving(range_.at(0, i))) set_why(i, Why::needed);
+      if (range_.why(i) == Why::cached) uncache(i);
     }
+    // What a call that failed had mapped is unmapped first.
+    range_.each_run(
+        0, some, [](Entry entry) { return !is_leaving(entry); },
+        [this](const Reservation::Run& run, bool)
+            VT_LOCKED { range_.set_why(run.indices, Why::needed); });
   }
 }
 
@@ -300,15 +304,19 @@ void Arena::end_use(std::span<const Interval> pages) noexcept {
   const bool keep = may_cache();
   bool goes = false;
   for (const Interval some : pages) {
+    Interval cached;
     for (std::size_t i = some.begin; i < some.end; ++i) {
       if (uses_[i].blocks != 0 || range_.why(i) != used()) continue;
       if (keep && is_mapped(range_.at(0, i))) {
         cache(i);
+        if (i != cached.end) range_.set_why(std::exchange(cached, {i, i}), Why::cached);
+        ++cached.end;
       } else {
         set_why(i, Why::unneeded);
         goes = true;
       }
     }
+    range_.set_why(cached, Why::cached);
   }
   if (goes) give_back_unused();
 }
@@ -321,8 +329,8 @@ void Arena::prepare(std::span<const Interval> intervals) {
     if (range_.count_mapped(some) == some.size()) continue;
     trace::event(trace::What::prepare, range_.address(0, some.begin),
                  some.size() * range_.page_size(), range_.base());
-    range_.change_why(some, [](const auto& index) {
-      return index.why == Why::nothing ? Why::prefetched : index.why;
+    range_.change_why(some, [](PageTable::Index index) {
+      return index.why() == Why::nothing ? Why::prefetched : index.why();
     });
   }
   if (!wants()) return;
@@ -378,7 +386,6 @@ bool Arena::may_cache() const {
 // Puts the page at the end of the list of cached pages, and the arena on the pool's list.
 void Arena::cache(std::size_t page) noexcept {
   Use& use = uses_.reserved(page);
-  range_.set_why(page, Why::cached);
   use.older = newest_;
   use.newer = kNone;
   (newest_ == kNone ? oldest_ : uses_.reserved(newest_).newer) = static_cast<std::uint32_t>(page);

@@ -125,24 +125,25 @@ bool Client::leased() const {
 void Client::uncover(Interval indices) {
   indices = intersection(indices, range_.hull_of(Why::viewed));
   generations_.covered().gaps(indices, [this](Interval gap) VT_LOCKED {
-    range_.change_why(gap, [](const auto& index) {
-      return index.why == Why::viewed ? Why::unneeded : index.why;
+    range_.change_why(gap, [](PageTable::Index index) {
+      return index.why() == Why::viewed ? Why::unneeded : index.why();
     });
   });
 }
 
 void Client::release(Interval indices) {
-  range_.change_why(indices, [](const auto& index) {
-    const bool goes = index.why == Why::unneeded || index.why == Why::fenced;
-    return goes ? index.why : Why::viewed;
+  range_.change_why(indices, [](PageTable::Index index) {
+    const bool goes = index.why() == Why::unneeded || index.why() == Why::fenced;
+    return goes ? index.why() : Why::viewed;
   });
   uncover(indices);
 }
 
 void Client::release(Why why, std::size_t begin) {
   const Interval indices = intersection({begin, SIZE_MAX}, range_.hull_of(why));
-  range_.change_why(
-      indices, [why](const auto& index) { return index.why == why ? Why::viewed : index.why; });
+  range_.change_why(indices, [why](PageTable::Index index) {
+    return index.why() == why ? Why::viewed : index.why();
+  });
   uncover(indices);
 }
 
@@ -154,9 +155,9 @@ void Client::forget(const Generation* generation) noexcept {
 void Client::give_up_ahead() {
   if (missing_ahead() != 0) {
     const Interval indices = range_.hull_of(Why::prefetched);
-    range_.change_why(indices, [this](const auto& index) {
-      const bool missing = index.why == Why::prefetched && index.mapped < range_.rows();
-      return missing ? Why::viewed : index.why;
+    range_.change_why(indices, [this](PageTable::Index index) {
+      const bool missing = index.why() == Why::prefetched && index.mapped() < range_.rows();
+      return missing ? Why::viewed : index.why();
     });
     uncover(indices);
   }

@@ -167,7 +167,7 @@ class Mapper::Step {
         pool_.wanting().remove(*client);
         continue;
       }
-      const std::size_t taken = job.arrival.given ? 0 : job.arrival.pages.size();
+      const std::size_t taken = job.arrival.taken.size();
       pages -= taken;
       beside = sub_sat(beside, sub_sat(taken, announced));
       pool_.wanting().took(*client, taken);

@@ -115,6 +115,11 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
                             " rows passes the address space: lower the capacity");
   };
   if (!bytes || *bytes > kMostBytes) throw too_large();
+  if (shape.rows > PageTable::kMostRows) {
+    throw CapacityExceeded("[", caller.operation, "] ", shape.rows,
+                           " rows were asked for, a page table has at most ", PageTable::kMostRows,
+                           ": make several tensors");
+  }
   const std::size_t row_pages = std::max<std::size_t>(1, ceil_div(shape.phase + *bytes, page));
   const auto pages = checked_multiply(row_pages, shape.rows);
   if (!pages || *pages > kMostBytes / page) throw too_large();
@@ -284,8 +289,8 @@ void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep)
   release(Why::prefetched);
   release(Why::reused, kept_end);
   set_ready(ready_in(std::min(was_ready, kept_end)));
-  range_.change_why({extent_.end, ready_end_}, [](const auto& index) {
-    return index.why == Why::reused ? Why::reused : Why::prefetched;
+  range_.change_why({extent_.end, ready_end_}, [](PageTable::Index index) {
+    return index.why() == Why::reused ? Why::reused : Why::prefetched;
   });
   give_back_unused();
 }
@@ -469,8 +474,8 @@ void Buffer::want(std::size_t index_end, bool soon) {
   try {
     range_.reserve({0, index_end});
     pool_->want(shared_from_this());
-    range_.change_why({std::max(owned_until(), ready_end_), index_end}, [](const auto& index) {
-      return index.why == Why::reused ? Why::reused : Why::prefetched;
+    range_.change_why({std::max(owned_until(), ready_end_), index_end}, [](PageTable::Index index) {
+      return index.why() == Why::reused ? Why::reused : Why::prefetched;
     });
     if (soon) pool_->wake_mapper();
   } catch (const std::bad_alloc&) {
@@ -484,7 +489,7 @@ void Buffer::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
 }
 
 void Buffer::arrived_ahead(const Reservation::Arrival& arrival) {
-  if (expected_ != nullptr && arrival.given && !arrival.error) enter_expected();
+  if (expected_ != nullptr && !arrival.given.empty() && !arrival.error) enter_expected();
 }
 
 // -- giving back

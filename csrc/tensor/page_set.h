@@ -50,7 +50,8 @@ class PageSet {
   std::span<Page* const> row(std::size_t row) const {
     return std::span(references_->pages()).subspan(row * indices_.size(), indices_.size());
   }
-  std::size_t pages() const { return references_->pages().size(); }
+  std::span<Page* const> all() const { return references_->pages(); }
+  std::size_t pages() const { return all().size(); }
   // Whether some page is mapped, or in another page set.
   bool in_use() const VT_LOCKED;
 

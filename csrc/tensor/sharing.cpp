@@ -17,9 +17,10 @@ Interval indices_of(std::span<const std::shared_ptr<PageSet>> page_sets) {
   return {page_sets.front()->indices().begin, page_sets.back()->indices().end};
 }
 
-// Row after row.
-std::vector<Page*> pages_of(std::span<const std::shared_ptr<PageSet>> page_sets, std::size_t rows) {
-  std::vector<Page*> pages;
+// Row after row. Those of several page sets are gathered in `pages`.
+std::span<Page* const> pages_of(std::span<const std::shared_ptr<PageSet>> page_sets,
+                                std::size_t rows, std::vector<Page*>& pages) {
+  if (page_sets.size() == 1) return page_sets.front()->all();
   for (std::size_t row = 0; row < rows; ++row) {
     for (const std::shared_ptr<PageSet>& page_set : page_sets) {
       const std::span<Page* const> some = page_set->row(row);
@@ -78,18 +79,20 @@ std::shared_ptr<Buffer> Sharing::share(const RowShape& shape, std::span<const st
     child->range().set_why({0, extent.size()}, Why::needed);
     const auto map = [&](auto wanted, EntryState state) VT_LOCKED {
       Reservation::Arrival arrival;
-      arrival.given = true;
       arrival.state = state;
+      std::vector<Page*> pages;
       std::vector<Reservation::Run> runs;
       for (std::size_t row = 0; row < rows.size(); ++row) {
         runs.clear();
         range_.collect(runs, rows[row], extent, wanted);
         for (const auto& [from, indices] : runs) {
           arrival.runs.push_back({row, {indices.begin - extent.begin, indices.end - extent.begin}});
-          for (std::size_t index = indices.begin; index < indices.end; ++index)
-            arrival.pages.push_back(range_.at(from, index).page());
+          pages.resize(pages.size() + indices.size());
+          Page** at = &pages[pages.size() - indices.size()];
+          range_.each_page({from, indices}, [&at](Page* page) { *at++ = page; });
         }
       }
+      arrival.given = pages;
       child->range().map(lock, arrival, caller_.stream, false);
     };
     if (exclusive) {
@@ -206,12 +209,13 @@ void Sharing::expect(Interval positions,
   if (page_sets.empty()) return;
   protect_origins(page_sets);
   const Interval indices = indices_of(page_sets);
-  std::vector<Page*> pages = pages_of(page_sets, range_.rows());
+  std::vector<Page*> gathered;
+  const std::span<Page* const> pages = pages_of(page_sets, range_.rows(), gathered);
   PoolLock lock(buffer_.pool());
   pool_.reap();
   await_places(lock, indices);
-  buffer_.expect(
-      std::make_unique<const ExpectedPages>(pool_.store(), positions, indices, std::move(pages)));
+  buffer_.expect(std::make_unique<const ExpectedPages>(pool_.store(), positions, indices,
+                                                       std::vector(pages.begin(), pages.end())));
 }
 
 void Sharing::accept_expected() const {
@@ -232,7 +236,9 @@ void Sharing::accept(Interval positions,
   if (page_sets.empty()) return;
   protect_origins(page_sets);
   const Interval indices = indices_of(page_sets);
-  Reservation::Arrival arrival = range_.shared(indices, pages_of(page_sets, range_.rows()));
+  std::vector<Page*> gathered;
+  Reservation::Arrival arrival =
+      range_.shared(indices, pages_of(page_sets, range_.rows(), gathered));
   PoolLock lock(buffer_.pool());
   pool_.reap();
   await_places(lock, indices);

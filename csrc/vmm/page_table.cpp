@@ -25,67 +25,38 @@ std::vector<Interval> PageTable::runs_of(Why why, std::size_t most) const {
   return runs;
 }
 
-void PageTable::count_moved(const Moved& moved) noexcept {
-  if (moved.from == moved.to) return;
-  const auto [begin, end] = moved.indices;
-  Count& from = of(moved.from);
-  from.indices -= end - begin;
-  from.mapped -= moved.mapped;
-  if (begin == from.hull.begin) from.hull.begin = end;
-  if (end == from.hull.end) from.hull.end = begin;
+void PageTable::replace(std::size_t i, std::span<Index> some, Index to) noexcept {
+  const Index was = some.front();
+  std::fill(some.begin(), some.end(), to);
+  Count& from = of(was.why());
+  Count& into = of(to.why());
+  from.mapped -= some.size() * was.mapped();
+  into.mapped += some.size() * to.mapped();
+  if (was.why() == to.why()) return;
+  const std::size_t end = i + some.size();
+  from.indices -= some.size();
+  if (i == from.hull.begin) from.hull.begin = end;
+  if (end == from.hull.end) from.hull.end = i;
   if (from.indices == 0) from.hull = {};
-  Count& into = of(moved.to);
-  into.indices += end - begin;
-  into.mapped += moved.mapped;
-  into.hull = hull(into.hull, moved.indices);
-}
-
-void PageTable::move(std::size_t i, Index& index, Why to) noexcept {
-  if (index.mapped == 0 && to != Why::needed && to != Why::prefetched) to = Why::nothing;
-  count_moved({index.why, to, {i, i + 1}, index.mapped});
-  index.why = to;
+  into.indices += some.size();
+  into.hull = hull(into.hull, {i, end});
 }
 
 void PageTable::add_mapped(Interval indices, std::size_t by) noexcept {
   // Atomic to be read without the lock; it changes under it, so no atomic add is needed.
   mapped_.store(mapped() + by * indices.size(), std::memory_order_relaxed);
-  for (std::size_t i = indices.begin; i < indices.end;) {
-    const std::span<Index> present = indices_.together(i);
-    const std::span<Index> some = present.first(std::min(present.size(), indices.end - i));
-    const Why why = some.front().why;
-    std::size_t pages = 0, alike = 0, gone = 0;
-    for (Index& index : some) {
-      index.mapped += static_cast<std::uint32_t>(by);
-      pages += index.mapped;
-      alike += index.why == why;
-      gone += index.mapped == 0;
-    }
-    const bool stays = why == Why::needed || why == Why::prefetched;
-    if (alike == some.size() && (stays || gone == 0 || gone == some.size())) {
-      const Why to = stays                 ? why
-                     : gone != 0           ? Why::nothing
-                     : why == Why::nothing ? Why::unneeded
-                                           : why;
-      of(why).mapped += by * some.size();
-      count_moved({why, to, {i, i + some.size()}, pages});
-      if (to != why) {
-        for (Index& index : some) index.why = to;
-      }
-      i += some.size();
-      continue;
-    }
-    for (Index& index : some) {
-      of(index.why).mapped += by;
-      // Nothing is known to need what came, or nothing is mapped any more.
-      move(i, index, index.why == Why::nothing ? Why::unneeded : index.why);
-      ++i;
-    }
-  }
+  change_indices(indices, [by](Index index) { return Index(index.mapped() + by, index.why()); });
 }
 
 std::size_t PageTable::count_mapped(Interval indices) const {
   std::size_t pages = 0;
-  for (std::size_t i = indices.begin; i < indices.end; ++i) pages += indices_[i].mapped;
+  for (std::size_t i = indices_.next(indices.begin); i < indices.end; i = indices_.next(i)) {
+    for (const Index index : indices_.together(i)) {
+      if (i == indices.end) break;
+      pages += index.mapped();
+      ++i;
+    }
+  }
   return pages;
 }
 

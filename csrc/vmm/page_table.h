@@ -109,34 +109,40 @@ class PageTable {
 
   // -- why pages are mapped
 
-  struct Index {
-    std::uint32_t mapped = 0;  // entries, also those that are leaving
-    Why why = Why::nothing;
+  // What is known of an index, in one word: neighbours that are alike are found at the speed of
+  // memory.
+  class Index {
+   public:
+    Index() = default;
+    Index(std::size_t mapped, Why why)
+        : word_(static_cast<std::uint32_t>(mapped * kWhys) | static_cast<std::uint32_t>(why)) {}
+
+    std::size_t mapped() const { return word_ / kWhys; }  // entries, also those that are leaving
+    Why why() const { return static_cast<Why>(word_ % kWhys); }
+    bool operator==(const Index&) const = default;
+
+   private:
+    friend class PageTable;
+
+    std::uint32_t word_ = 0;
   };
-  Why why(std::size_t index) const VT_LOCKED { return indices_[index].why; }
+  static constexpr std::size_t kMostRows = UINT32_MAX / kWhys;
+  Why why(std::size_t index) const VT_LOCKED { return indices_[index].why(); }
   // Sets it for those of `indices` that are reserved. Where nothing is mapped, only `needed` and
   // `prefetched` can be the case.
   void set_why(Interval indices, Why why) noexcept VT_LOCKED {
-    change_why(indices, [why](const Index&) { return why; });
+    change_why(indices, [why](Index) { return why; });
   }
   // The same of one index, which is reserved.
-  void set_why(std::size_t i, Why why) noexcept VT_LOCKED { move(i, indices_.reserved(i), why); }
-  // The same, to change(index).
+  void set_why(std::size_t i, Why why) noexcept VT_LOCKED {
+    Index& index = indices_.reserved(i);
+    change_to(i, {&index, 1}, {index.mapped(), why});
+  }
+  // The same, to change(index), which is asked once for neighbours that are alike.
   template <typename Change>
   void change_why(Interval indices, Change change) noexcept VT_LOCKED {
-    Moved some;
-    each_index(indices, [&](std::size_t i, Index& index) VT_LOCKED {
-      Why to = change(std::as_const(index));
-      if (index.mapped == 0 && to != Why::needed && to != Why::prefetched) to = Why::nothing;
-      if (index.why != some.from || to != some.to || i != some.indices.end) {
-        count_moved(some);
-        some = {index.why, to, {i, i}};
-      }
-      ++some.indices.end;
-      some.mapped += index.mapped;
-      index.why = to;
-    });
-    count_moved(some);
+    change_indices(indices,
+                   [&change](Index index) { return Index(index.mapped(), change(index)); });
   }
   // Entries that are mapped for this reason, and entries that are not mapped where this is it.
   std::size_t mapped(Why why) const VT_LOCKED { return of(why).mapped; }
@@ -158,24 +164,26 @@ class PageTable {
   template <typename Kind, typename Visit>
   void each_run(std::size_t row, Interval indices, Kind kind, Visit visit) const VT_LOCKED {
     indices.end = std::min(indices.end, reserved());
-    Run run{row, {}};
-    auto of_run = kind(Entry{});
-    const auto end_run = [&]() VT_LOCKED {
-      if (!run.indices.empty() && of_run != 0) visit(std::as_const(run), of_run);
+    std::size_t begin = indices.begin, index = begin;
+    const auto of_gap = kind(Entry{});
+    auto of_run = of_gap;
+    const auto begin_run = [&](auto of_next) VT_LOCKED {
+      if (begin < index && of_run != 0) visit(Run{row, {begin, index}}, of_run);
+      begin = index;
+      of_run = of_next;
     };
-    const bool empty_too = of_run != 0;
-    walk(row, indices, empty_too, [&](std::size_t index, Entry entry) VT_LOCKED {
-      const auto of_entry = kind(entry);
-      if (index == run.indices.end && of_entry == of_run) {
-        ++run.indices.end;
-        return true;
+    while (index < indices.end) {
+      const std::span<const Entry> some = entries_.together(place(row, index));
+      if (some.empty()) {
+        if (of_run != of_gap) begin_run(of_gap);
+        index = std::min(next(row, index), indices.end);
       }
-      end_run();
-      run.indices = {index, index + 1};
-      of_run = of_entry;
-      return true;
-    });
-    end_run();
+      for (std::size_t i = 0; i < some.size() && index < indices.end; i += rows_, ++index) {
+        const auto of_entry = kind(some[i]);
+        if (of_entry != of_run) begin_run(of_entry);
+      }
+    }
+    begin_run(of_gap);
   }
   // Adds maximal runs in `indices` of `row` whose entries are `wanted` and have one state.
   template <typename Wanted>
@@ -313,24 +321,46 @@ class PageTable {
   };
   Count& of(Why why) VT_LOCKED { return counts_[static_cast<std::size_t>(why)]; }
   const Count& of(Why why) const VT_LOCKED { return counts_[static_cast<std::size_t>(why)]; }
-  // Calls visit(i, index) for those of `indices` that are present.
-  template <typename Visit>
-  void each_index(Interval indices, Visit visit) VT_LOCKED {
-    for (std::size_t i = indices_.next(indices.begin); i < indices.end; i = indices_.next(i)) {
-      for (Index& index : indices_.together(i)) {
-        if (i == indices.end) return;
-        visit(i++, index);
+  // Has those of `indices` that are present be change(index), which is asked once for neighbours
+  // that are alike.
+  template <typename Change>
+  void change_indices(Interval indices, Change change) noexcept VT_LOCKED {
+    for (std::size_t i = indices.begin; i < indices.end;) {
+      i = indices_.next(i);
+      if (i >= indices.end) return;
+      std::span<Index> some = indices_.together(i);
+      some = some.first(std::min(some.size(), indices.end - i));
+      while (!some.empty()) {
+        const std::size_t n = count_alike(some);
+        change_to(i, some.first(n), change(some.front()));
+        some = some.subspan(n);
+        i += n;
       }
     }
   }
-  // Neighbours that go from one reason to another.
-  struct Moved {
-    Why from = Why::nothing, to = Why::nothing;
-    Interval indices;
-    std::size_t mapped = 0;
-  };
-  void count_moved(const Moved& moved) noexcept VT_LOCKED;
-  void move(std::size_t i, Index& index, Why to) noexcept VT_LOCKED;
+  // How many at the beginning are alike.
+  static std::size_t count_alike(std::span<const Index> some) {
+    if (some.size() == 1) return 1;
+    const Index first = some.front();
+    std::uint32_t differ = 0;
+    for (const Index index : some) differ |= index.word_ ^ first.word_;
+    if (differ == 0) return some.size();
+    std::size_t n = 1;
+    while (some[n] == first) ++n;
+    return n;
+  }
+  // Pages that are mapped have a reason, and pages that are not have none but these two.
+  static Index possible(Index index) {
+    const Why why = index.why();
+    if (index.mapped() == 0) return why == Why::needed || why == Why::prefetched ? index : Index();
+    return why == Why::nothing ? Index(index.mapped(), Why::unneeded) : index;
+  }
+  // `some` from index i on, which are alike, become `to`, as far as that is possible.
+  void change_to(std::size_t i, std::span<Index> some, Index to) noexcept VT_LOCKED {
+    to = possible(to);
+    if (to != some.front()) replace(i, some, to);
+  }
+  void replace(std::size_t i, std::span<Index> some, Index to) noexcept VT_LOCKED;
   // Entries at `indices` were mapped (by 1) or unmapped (by kLess).
   void add_mapped(Interval indices, std::size_t by) noexcept VT_LOCKED;
 

@@ -37,11 +37,10 @@ void Reservation::take(std::size_t row, const Page* previous, std::size_t n,
   pages_.take(homes_[row], previous, n, out);
 }
 
-Reservation::Arrival Reservation::shared(Interval indices, std::vector<Page*> pages) const {
+Reservation::Arrival Reservation::shared(Interval indices, std::span<Page* const> pages) const {
   Arrival arrival;
-  arrival.given = true;
+  arrival.given = pages;
   arrival.state = EntryState::copy_on_write;
-  arrival.pages = std::move(pages);
   for (std::size_t row = 0; row < rows(); ++row) arrival.runs.push_back({row, indices});
   return arrival;
 }
@@ -73,18 +72,24 @@ void Reservation::map(PoolLock& lock, Arrival& arrival, Stream stream, bool popu
 
 void Reservation::claim(Arrival& arrival) {
   pages_.raise_if_broken();
-  std::size_t claimed = 0, page = 0;
+  const bool given = !arrival.given.empty();
+  std::size_t claimed = 0, done = 0, n = 0;
   try {
+    for (const Run& run : arrival.runs) n += run.indices.size();
+    arrival.handles.resize(n);
     for (const Run& run : arrival.runs) {
       const auto [begin, end] = run.indices;
       const Page* const previous = begin == 0 ? nullptr : at(run.row, begin - 1).page();
-      if (!arrival.given) take(run.row, previous, run.indices.size(), arrival.pages);
-      const std::span<Page* const> pages = std::span(arrival.pages).subspan(page, end - begin);
-      if (arrival.given) {
-        for (Page* const one : pages) pages_.share(one);
+      if (!given) take(run.row, previous, run.indices.size(), arrival.taken);
+      const std::span<Page* const> all = given ? arrival.given : arrival.taken;
+      const std::span<Page* const> pages = all.subspan(done, end - begin);
+      Handle* handle = &arrival.handles[done];
+      for (Page* const page : pages) {
+        if (given) pages_.share(page);
+        *handle++ = page->handle;
       }
       arrive(run.row, begin, pages);
-      page += pages.size();
+      done += pages.size();
       ++claimed;
     }
   } catch (...) {
@@ -102,21 +107,17 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
   std::exception_ptr error;
   try {
     std::vector<PageRun> runs;
-    std::vector<Handle> handles;
     std::size_t pages = 0;
-    for (const Arriving& one : all) pages += one.arrival->pages.size();
-    handles.reserve(pages);  // which the runs refer to
     for (const auto& [range, arrival] : all) {
-      const std::size_t begin = handles.size();
-      for (const Page* page : arrival->pages) handles.push_back(page->handle);
-      range->add_page_runs(runs, arrival->runs, std::span(handles).subspan(begin));
+      pages += arrival->handles.size();
+      range->add_page_runs(runs, arrival->runs, arrival->handles);
     }
     {
       const trace::Span span(trace::What::map, runs.front().at, pages * first.page_size_,
                              first.base_);
       first.driver_.map(runs, access_of(any.state), mapped);
     }
-    if (any.given) return;
+    if (!any.given.empty()) return;
     for (const auto& [range, arrival] : all) range->ready(*arrival, stream, populate);
     return;
   } catch (...) {
@@ -124,14 +125,14 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
   }
   for (const Arriving& one : all) {
     one.arrival->error = error;
-    one.arrival->mapped = std::min(mapped, one.arrival->pages.size());
+    one.arrival->mapped = std::min(mapped, one.arrival->handles.size());
     mapped -= one.arrival->mapped;
   }
 }
 
 void Reservation::ready(Arrival& arrival, Stream stream, bool populate) const {
   const std::uint64_t owner = zeroed_ ? kNoOwner : owner_;
-  Page* const* page = arrival.pages.data();
+  Page* const* page = arrival.taken.data();
   for (const Run& run : arrival.runs) {
     const std::size_t n = run.indices.size();
     for (std::size_t i = 0; i < n; ++i) {
@@ -154,7 +155,8 @@ void Reservation::enter(const Arrival& arrival) {
   if (arrival.error == nullptr) {
     for (const Run& run : arrival.runs) arrived(run, arrival.state);
     if (arrival.state == EntryState::writable) {
-      for (Page* const page : arrival.pages) page->last_owner = owner_;
+      for (const Run& run : arrival.runs)
+        each_page(run, [this](Page* page) VT_LOCKED { page->last_owner = owner_; });
     }
     for (const Run& run : arrival.runs) show(run);
     return;
@@ -162,7 +164,7 @@ void Reservation::enter(const Arrival& arrival) {
   std::size_t i = 0;
   for (const Run& run : arrival.runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++i) {
-      Page* const page = arrival.pages[i];
+      Page* const page = at(run.row, index).page();
       if (i < arrival.mapped) {
         set(run.row, index, {page, EntryState::leaving});
         continue;

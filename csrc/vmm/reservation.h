@@ -35,11 +35,14 @@ class Reservation : public PageTable {
   // Pages being mapped at empty entries.
   struct Arrival {
     std::vector<Run> runs;
-    std::vector<Page*> pages;  // run after run
-    bool given = false;        // `pages` have owners already: not taken from the store, not zeroed
+    // Pages that have owners already, run after run: not taken from the store, not zeroed. `claim`
+    // alone reads them.
+    std::span<Page* const> given;
     EntryState state = EntryState::writable;  // of the entries, once mapped
     bool ahead = false;  // mapped by the mapper, which zeroes in the side stream
 
+    std::vector<Page*> taken;     // from the store, run after run
+    std::vector<Handle> handles;  // of all pages, run after run
     std::exception_ptr error;
     std::size_t mapped = 0;  // with an error: the first so many pages were mapped, and leave
     bool zeroing = false;    // some pages are being zeroed
@@ -89,7 +92,7 @@ class Reservation : public PageTable {
   // -- mapping
 
   // An arrival of pages of others, [row][index], copy-on-write at `indices` of every row.
-  Arrival shared(Interval indices, std::vector<Page*> pages) const;
+  Arrival shared(Interval indices, std::span<Page* const> pages) const;
   // The three steps for several ranges in one batch of driver calls. Throws as the driver; the
   // pages that it had mapped leave then.
   static void map(PoolLock& lock, std::span<const Arriving> all, Stream stream, bool populate)

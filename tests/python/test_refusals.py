@@ -64,6 +64,7 @@ make(2, 4, 8, dtype=<'float32' | [] | torch.quint8>) -> dtype
 make(2, 4, 8, pool=<5 | 'cpu'>) -> pool
 make(2, 4, 8, device=<'cuda' | 'blah' | []>)
 make(2, 4, 8, pool=None, device=<'meta' | 'tpu' | '' | 1.5>)
+make(2**29, 0, 8) -> make several tensors
 make(2, 4, 8, tag=<'' | 3>) -> tag
 --- pools
 pool_of(<prefetch | cache | spare | device_reserve | page_size | budget>=<NO_BYTES | -1 | 2**63 | 2**100>)
