@@ -21,6 +21,15 @@ class SparseArray {
   // Requires: it is reserved.
   T& reserved(std::size_t i) { return (*chunks_[i / kChunk])[i % kChunk]; }
 
+  // Prefetches what says where element i is, and then, if it is present, the element.
+  void prefetch_place(std::size_t i) const {
+    if (i / kChunk < chunks_.size()) __builtin_prefetch(&chunks_[i / kChunk]);
+  }
+  void prefetch(std::size_t i) const {
+    if (i / kChunk < chunks_.size() && chunks_[i / kChunk] != nullptr)
+      __builtin_prefetch(&(*chunks_[i / kChunk])[i % kChunk], 1);
+  }
+
   // Makes the elements [begin, end) present, and their neighbours; those of one call lie side by
   // side. Throws std::bad_alloc; every element is as before then.
   void reserve(std::size_t begin, std::size_t end) {

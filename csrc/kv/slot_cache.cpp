@@ -178,7 +178,9 @@ bool SlotCache::grow_ready(const Caller& caller, std::span<const Growth> growths
   const PoolLock lock(pool_);
   for (const Growth& it : growths) {
     if (it.buffer->shares() || !it.buffer->is_ready(it.positions)) return false;
+    it.buffer->range().prefetch_place(it.buffer->extent().end);
   }
+  for (const Growth& it : growths) it.buffer->range().prefetch_index(it.buffer->extent().end);
   for (const Growth& it : growths) it.buffer->grow_ready(caller, it.positions);
   return true;
 }

@@ -144,6 +144,12 @@ class PageTable {
     change_indices(indices,
                    [&change](Index index) { return Index(index.mapped(), change(index)); });
   }
+  // Prefetch in two steps what set_why and reserve read at an index; see Buffer::prefetch_lines.
+  void prefetch_place(std::size_t index) const VT_LOCKED {
+    indices_.prefetch_place(index);
+    entries_.prefetch_place(place(0, index));
+  }
+  void prefetch_index(std::size_t index) const VT_LOCKED { indices_.prefetch(index); }
   // Entries that are mapped for this reason, and entries that are not mapped where this is it.
   std::size_t mapped(Why why) const VT_LOCKED { return of(why).mapped; }
   std::size_t missing(Why why) const VT_LOCKED { return of(why).indices * rows_ - of(why).mapped; }
