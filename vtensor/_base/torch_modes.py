@@ -11,23 +11,14 @@ __all__ = ["empty_bytes", "whole_storage", "without_modes"]
 
 
 @contextlib.contextmanager
-def _modes_disabled() -> Iterator[None]:
-    with torch.inference_mode(False), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-
-
-def without_modes() -> contextlib.AbstractContextManager[None]:
+def without_modes() -> Iterator[None]:
     """A context in which torch makes plain tensors that hold memory, outside inference mode.
 
     Tensors of our own are made in it: a fake tensor has no memory, and an inference tensor cannot be resized
     later. csrc/bind/torch_bridge.h has the same for the core.
     """
-    # Most often there is no mode, and disabling them takes half the time of making a tensor.
-    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    return _modes_disabled() if modes or torch.is_inference_mode_enabled() else _NOTHING
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
 
 
 def empty_bytes(nbytes: int, pinned: bool) -> torch.Tensor:

@@ -123,7 +123,7 @@ def adopt(
     for t in tensors:
         storages[_key(t)] = t.untyped_storage()
     nbytes = sum(storage.nbytes() for storage in storages.values())
-    with without_modes(), torch._C.DisableTorchFunctionSubclass():
+    with without_modes():
         moved = {}
         done = 0
         with Progress() as show:
