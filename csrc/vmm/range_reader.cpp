@@ -349,8 +349,10 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
 }
 
 RangeReaders::~RangeReaders() {
+  // The end of the host's driver unmaps all, and cannot be refused.
+  if (!memory_ || !memory_->driver().traits().asynchronous) return;
   try {
-    if (memory_) memory_->await_own_work();
+    memory_->await_own_work();
     for (const auto& range : ranges_) range->end();
   } catch (...) {
     // Left over, with their places, so that the writer keeps pages that kernels may still read.
