@@ -1,8 +1,8 @@
 """The questions about a real GPU, answered with figures: ``make gpu``, or ``python -m benchmarks.gpu``.
 
 Each question is a function, called in a process of its own with a bound on its time, and so is each case that
-may break the device. They print what they find as JSON lines. The program that starts them shows these and
-adds them to one file as they come, so a process that dies or hangs loses nothing.
+may break the device. The program that starts them shows what they find and adds it to one file of JSON lines,
+as it comes, so a process that dies or hangs loses nothing.
 
 Heads are those of Llama-3-8B: 32 of queries, 8 of keys and values, of 128, in bf16.
 """
@@ -12,34 +12,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import ctypes
 import faulthandler
-import importlib
 import importlib.util
 import io
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import pairwise
+from operator import truediv
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from . import machine
-from .harness import interleave, quantile
+from .harness import clock, interleave, quantile
 from .report import number, today
 
 try:
@@ -56,44 +57,32 @@ HANDLE_TYPES = {"none": 0, "a POSIX descriptor": 1, "fabric": 8}  # CUmemAllocat
 
 Work = Callable[[], object]
 Answer = tuple[Any, ...]  # of cuda-bindings: a code, 0 for CUDA_SUCCESS, and what the call made
+Call = Callable[..., Answer]
 Finding = dict[str, Any]
 Line = dict[str, Any]
-Times = dict[str, list[float]]  # microseconds by what was called
 
-# --- Processes, and what they find
+# --- Processes, and what they find. They are forked, each before its parent asks the driver anything: CUDA
+# does not outlive a fork.
 
-COMMAND = [sys.executable, "-m", "benchmarks.gpu"]
+FORK = multiprocessing.get_context("fork")
 PATIENCE = 1.0  # times the seconds that a process may take; where tests run, others may need the cores
-quick, deadline = False, math.inf
-
-
-class Question(NamedTuple):
-    ask: Callable[[], None]
-    seconds: int  # the most it may take; most take less
-    text: str
-    while_building: bool  # it needs no vtensor and measures nothing, so a compiler may run beside it
-
-
-QUESTIONS: dict[int, Question] = {}
-
-
-def question(number: int, seconds: int, text: str, while_building: bool = False) -> Callable[[Any], Any]:
-    def add(ask: Callable[[], None]) -> Callable[[], None]:
-        QUESTIONS[number] = Question(ask, seconds, text, while_building)
-        return ask
-
-    return add
+quick = False  # small sizes, which measure nothing
+deadline = math.inf
+tell: Callable[[Finding], object] = print  # whoever started this process
 
 
 def find(kind: str, **finding: Any) -> None:
-    """Kinds: figure, fact, skipped, call, error."""
-    sys.stdout.write(json.dumps({"kind": kind, **finding}) + "\n")
-    sys.stdout.flush()
+    """Kinds: figure, fact, skipped, call, error; and at last, from :func:`apart`, end."""
+    tell({"kind": kind, **finding})
 
 
 def fact(name: str, value: Any) -> None:
     """A count, a yes or no, an error message."""
     find("fact", name=name, value=value)
+
+
+def skip(name: str, reason: str) -> None:
+    find("skipped", name=name, reason=reason)
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -106,12 +95,18 @@ def figure(name: str, values: Iterable[float], unit: str = "us", method: str = "
     find("figure", name=name, unit=unit, method=method, **spread(values))
 
 
-def ratio(
-    name: str, ours: Sequence[float], base: Sequence[float], control: Sequence[float], method: str
-) -> None:
-    """Finds ours / base by round, beside the same of a second copy of the base."""
-    of = [spread(a / b for a, b in zip(side, base, strict=True)) for side in (ours, control)]
-    find("figure", name=name, unit="x", method=method, **of[0], control=of[1])
+def figures(name: str, taken: Mapping[str, Sequence[float]]) -> None:
+    """Of samples by their names, which stand for `{}` in the figures'."""
+    for sample, values in taken.items():
+        figure(name.format(sample), values)
+
+
+def ratios(name: str, taken: Mapping[str, Sequence[float]], base: str, control: str, method: str) -> None:
+    """Of each sample / base by round, beside the same of the control, a second copy of the base."""
+    by_round = {each: spread(map(truediv, taken[each], taken[base])) for each in taken if each != base}
+    of_control = by_round.pop(control)
+    for sample, ratio in by_round.items():
+        find("figure", name=name.format(sample), unit="x", method=method, **ratio, control=of_control)
 
 
 def pick(full: Any, small: Any) -> Any:
@@ -127,77 +122,77 @@ def rounds(full: int, small: int, seconds: float) -> Iterator[int]:
         yield done
 
 
-def run_apart(
-    name: str, arguments: Sequence[str], seconds: float, found: Callable[[Finding], object]
-) -> int | None:
-    """Calls the function of this name in a process; its exit code, or None if it was killed after `seconds`.
-    A question has a process group, which is killed as a whole: its cases are processes too."""
-    is_question = name in {question.ask.__name__ for question in QUESTIONS.values()}
-    options = ["--seconds", str(seconds), *(["--quick"] if quick else [])]
-    process = subprocess.Popen(
-        [*COMMAND, *options, "--apart", name, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=is_question,
-    )
-    late = threading.Event()
+def bounded(seconds: float) -> float:
+    return min(PATIENCE * seconds, deadline - time.time() - 1)
 
-    def kill() -> None:
-        late.set()
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.killpg(process.pid, signal.SIGKILL) if is_question else process.kill()
 
-    timer = threading.Timer(seconds + 3, kill)
-    timer.start()
+def apart(work: Work, seconds: float) -> Iterator[Finding]:
+    """Begins the work in a process that may die, and ends by itself where it hangs. Gives what that finds, as
+    it comes, and at last how it ended."""
+    ours, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=in_process, args=(work, max(1.0, bounded(seconds)), theirs.send))
+    process.start()
+    theirs.close()
+    return findings_of(process, ours)
+
+
+def in_process(work: Work, seconds: float, teller: Callable[[Finding], object]) -> None:
+    global deadline, tell
+    deadline, tell = time.time() + seconds, teller
+    faulthandler.enable()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    faulthandler.register(signal.SIGALRM, chain=True)  # says where it hung
+    signal.alarm(int(seconds) + 3)
+    error = error_of(work)
+    if error != "none":
+        find("error", text=error)
+    os._exit(error != "none")  # a device in error, or a stream that waits, would hold an orderly exit up
+
+
+def findings_of(process: Any, pipe: Any) -> Iterator[Finding]:
+    errors = ""
     try:
-        for line in process.stdout or ():
-            if line.startswith('{"kind"'):
-                found(json.loads(line))
-        code = process.wait(10)
-        return None if late.is_set() else code
+        with contextlib.suppress(EOFError, OSError):  # it has ended, be it in the middle of a finding
+            while True:
+                found = pipe.recv()
+                errors += f" ({found['text']})" if found["kind"] == "error" else ""
+                yield found
+        process.join()
     finally:
-        timer.cancel()
-        if process.poll() is None:
-            kill()
+        process.kill()
+    code = process.exitcode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    yield {"kind": "end", "text": ("hung, and was killed" if code == -signal.SIGALRM else how) + errors}
 
 
-class End(NamedTuple):
-    """How a case ended, and what it had found until then."""
-
-    code: int | None  # negative for a signal, None where it ran past its time
-    findings: list[Finding]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {found["name"]: found["value"] for found in self.findings if found["kind"] == "fact"}
-
-    @property
-    def text(self) -> str:
-        error = "".join(f" ({found['text']})" for found in self.findings if found["kind"] == "error")
-        how = "hung, and was killed" if self.code is None else f"exited with {self.code}"
-        return (f"was ended by {signal.Signals(-self.code).name}" if (self.code or 0) < 0 else how) + error
+def pass_on(name: str, findings: Iterable[Finding]) -> None:
+    """Finds what a case has found. The name goes before those of facts."""
+    for found in findings:
+        match found["kind"]:
+            case "call":
+                find(**found)
+            case "fact":
+                fact(name + found["name"], found["value"])
+            case "end":
+                fact(f"{name}the process", found["text"])
 
 
-def apart(work: Callable[..., object], *arguments: str, seconds: float) -> End:
-    """Does the work of a case in a process that may die or hang."""
-    found: list[Finding] = []
-    seconds = max(1.0, min(PATIENCE * seconds, deadline - time.time() - 1))
-    return End(run_apart(work.__name__, arguments, seconds, found.append), found)
-
-
-def tell(case: str, end: End) -> None:
-    for name, value in [*end.facts.items(), ("the process", end.text)]:
-        fact(f"{case}: {name}", value)
+def at_once(works: Mapping[str, Work]) -> None:
+    """Each in a process; most of their time goes to starting."""
+    started = {case: apart(work, seconds=30) for case, work in works.items()}
+    for case, findings in started.items():
+        pass_on(f"{case}: ", findings)
 
 
 def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
-def error_of(work: Work) -> str:
-    """The first line of what it raises, or "none"."""
+def error_of(*works: Work) -> str:
+    """The first line of what they raise, or "none"."""
     try:
-        work()
+        for work in works:
+            work()
     except Exception as error:
         return first_line(error)
     return "none"
@@ -207,27 +202,20 @@ def error_of(work: Work) -> str:
 
 DEVICE = torch.device("cuda", 0)
 new_stream: Callable[[], Any] = torch.cuda.Stream
-synchronize: Callable[[], None] = torch.cuda.synchronize
+synchronize: Work = torch.cuda.synchronize
 
 
-def describe() -> dict[str, Any]:
-    """The machine; empty without a GPU."""
-    if not torch.cuda.is_available():
-        return {}
-    found, driver = torch.cuda.get_device_properties(0), Path("/proc/driver/nvidia/version")
-    return {
-        **machine.describe("cuda"),
-        "gpu_memory_gib": round(found.total_memory / 2**30),
-        "gpu_processors": found.multi_processor_count,
-        "gpu_l2_mib": getattr(found, "L2_cache_size", 0) >> 20,
-        "driver": driver.read_text().splitlines()[0] if driver.exists() else "unknown",
-    }
-
-
-def pool(**options: Any) -> Any:
+def pool(budget: int, page_size: int = PAGE, prefetch: int = 0, **options: Any) -> Any:
     import vtensor
 
-    return vtensor.Pool("cuda", **options)
+    return vtensor.Pool("cuda", budget=budget, page_size=page_size, prefetch=prefetch, **options)
+
+
+def growable(own: Any, capacity: int, *shape: int, grow_dim: int = 1) -> Any:
+    """A VTensor of that pool."""
+    import vtensor
+
+    return vtensor.empty(*shape, grow_dim=grow_dim, capacity=capacity, dtype=BF16, pool=own)
 
 
 def launch(stream: Any, work: Work) -> None:
@@ -247,24 +235,14 @@ def spin(stream: Any, seconds: float) -> None:
     launch(stream, lambda: torch.cuda._sleep(int(seconds * 1.7e9)))  # cycles, at the clock of an H100
 
 
-def new_flag() -> torch.Tensor:
-    """A 32-bit zero in pinned host memory, at the same address for host and GPU."""
-    return torch.zeros(1, dtype=torch.int32).pin_memory()
-
-
 def hold(stream: Any, flag: torch.Tensor) -> None:
     """Has the stream wait until the flag is 1 or more."""
     at_least = cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
     must(cuda.cuStreamWaitValue32(stream.cuda_stream, flag.data_ptr(), 1, at_least))
 
 
-def captured(work: Work, warmup: int = 3) -> Work:
+def captured(work: Work) -> Work:
     """Captures `work` in a CUDA graph; what replays it."""
-    stream = new_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    for _ in range(warmup):
-        launch(stream, work)
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -281,21 +259,26 @@ def torch_memory(forget: bool = False) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[0]
 
 
-class Refused(Exception):
-    """A driver call that had to succeed answered with an error."""
-
-
 def name_of(answer: Answer) -> str:
     """ "CUDA_ERROR_INVALID_VALUE"."""
     return str(cuda.CUresult(answer[0]).name)
 
 
 def must(answer: Answer) -> int:
-    """The first of what the call made, or 0. Raises Refused unless it succeeded."""
+    """The first of what a call made, or 0. Raises unless it succeeded."""
     code, *made = answer
     if code != 0:
-        raise Refused(f"the driver answered {name_of(answer)} ({int(code)})")
+        raise RuntimeError(f"the driver answered {name_of(answer)} ({int(code)})")
     return int(made[0]) if made else 0
+
+
+def clocked(call: Call, *arguments: Any) -> float:
+    """Microseconds of a call, which must succeed."""
+    start = time.perf_counter_ns()
+    answer = call(*arguments)
+    taken = time.perf_counter_ns() - start
+    must(answer)
+    return taken / 1e3
 
 
 @cache
@@ -306,27 +289,38 @@ def retain_context() -> None:
 
 
 @cache
-def properties(handle_type: int, rdma: bool) -> Any:
-    retain_context()
-    wanted = cuda.CUmemAllocationProp()
-    wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    wanted.requestedHandleTypes = cuda.CUmemAllocationHandleType(handle_type)
-    wanted.location.type, wanted.location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 0
-    wanted.allocFlags.gpuDirectRDMACapable = int(rdma)
-    return wanted
-
-
-def granularity() -> int:
-    minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    return must(cuda.cuMemGetAllocationGranularity(properties(0, False), minimum))
-
-
-@cache
 def has_rdma() -> bool:
     """Whether memory is made with the GPUDirect RDMA flag, as vtensor's own driver does."""
     retain_context()
     attribute = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
     return bool(must(cuda.cuDeviceGetAttribute(attribute, 0)))
+
+
+def on_device(wanted: Any) -> Any:
+    wanted.location.type, wanted.location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 0
+    return wanted
+
+
+@cache
+def properties(handle_type: int = 0, rdma: bool = False) -> Any:
+    retain_context()
+    wanted = on_device(cuda.CUmemAllocationProp())
+    wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.requestedHandleTypes = cuda.CUmemAllocationHandleType(handle_type)
+    wanted.allocFlags.gpuDirectRDMACapable = int(rdma)
+    return wanted
+
+
+@cache
+def access(flags: int) -> list[Any]:
+    wanted = on_device(cuda.CUmemAccessDesc())
+    wanted.flags = cuda.CUmemAccess_flags(flags)
+    return [wanted]
+
+
+def granularity() -> int:
+    minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    return must(cuda.cuMemGetAllocationGranularity(properties(), minimum))
 
 
 def create(size: int, handle_type: int = 0, rdma: bool | None = None) -> Answer:
@@ -338,29 +332,16 @@ def reserve(size: int, alignment: int = 0) -> Answer:
     return cuda.cuMemAddressReserve(size, alignment, 0, 0)
 
 
-def map_at(address: int, size: int, handle: int) -> Answer:
-    return cuda.cuMemMap(address, size, 0, handle, 0)
-
-
-@cache
-def access(flags: int) -> list[Any]:
-    wanted = cuda.CUmemAccessDesc()
-    wanted.location.type, wanted.location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 0
-    wanted.flags = cuda.CUmemAccess_flags(flags)
-    return [wanted]
-
-
 def set_access(address: int, size: int, flags: int = READ_WRITE) -> Answer:
     return cuda.cuMemSetAccess(address, size, access(flags), 1)
 
 
 class Pages:
     """A range of `slots` pages and `count` handles, of which nothing is mapped at first. At the end of the
-    `with` whatever is still mapped is unmapped; wait for kernels before."""
+    `with` all is given back; wait for kernels before."""
 
     def __init__(self, slots: int, count: int, size: int = PAGE) -> None:
         self.size, self.slots = size, slots
-        self.mapped: set[int] = set()
         self.address = must(reserve(slots * size, size & -size))
         self.handles = [must(create(size)) for _ in range(count)]
 
@@ -369,28 +350,25 @@ class Pages:
 
     def map(self, slot: int, handle: int) -> Answer:
         """Maps handle number `handle` there, not accessible yet."""
-        answer = map_at(self.at(slot), self.size, self.handles[handle])
-        if answer[0] == 0:
-            self.mapped.add(slot)
-        return answer
+        return cuda.cuMemMap(self.at(slot), self.size, 0, self.handles[handle], 0)
+
+    def set_access(self, slot: int, flags: int = READ_WRITE, count: int = 1) -> Answer:
+        return set_access(self.at(slot), count * self.size, flags)
 
     def put(self, slot: int, handle: int, flags: int = READ_WRITE) -> Answer:
         must(self.map(slot, handle))
-        must(answer := set_access(self.at(slot), self.size, flags))
+        must(answer := self.set_access(slot, flags))
         return answer
 
     def put_all(self) -> Pages:
         """Handle i at slot i, all accessible by one call."""
         for slot in range(len(self.handles)):
             must(self.map(slot, slot))
-        must(set_access(self.address, len(self.handles) * self.size))
+        must(self.set_access(0, count=len(self.handles)))
         return self
 
     def unmap(self, slot: int, count: int = 1) -> Answer:
-        answer = cuda.cuMemUnmap(self.at(slot), count * self.size)
-        if answer[0] == 0:
-            self.mapped.difference_update(range(slot, slot + count))
-        return answer
+        return cuda.cuMemUnmap(self.at(slot), count * self.size)
 
     def tensor(self, dtype: torch.dtype, slot: int = 0, count: int = 1) -> torch.Tensor:
         """Pages from `slot` on, mapped or not: ``[count, elements of a page]``."""
@@ -400,44 +378,18 @@ class Pages:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for slot in sorted(self.mapped):
-            self.unmap(slot)
+        for slot in range(self.slots):
+            self.unmap(slot)  # is refused where nothing is mapped
         for handle in self.handles:
             cuda.cuMemRelease(handle)
         cuda.cuMemAddressFree(self.address, self.slots * self.size)
 
 
-class _Tensor(ctypes.Structure):
-    """DLManagedTensor of DLPack 0.x, which torch takes in every release."""
-
-    _fields_ = [
-        *(("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)),
-        *(("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8)),
-        *(("lanes", ctypes.c_uint16), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p)),
-        *(("offset", ctypes.c_uint64), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p)),
-    ]
-
-
-_kept: list[object] = []  # torch reads them for as long as a storage lives; a run makes a few hundred
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.argtypes, _capsule.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p), ctypes.py_object
-
-
 def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor over addresses, mapped or not, which the caller keeps."""
-    sizes = (ctypes.c_int64 * 2)(math.prod(shape) * dtype.itemsize, 1)
-    kind, at = 2 if DEVICE.type == "cuda" else 1, ctypes.addressof(sizes)  # kDLCUDA, kDLCPU
-    tensor = _Tensor(address, kind, DEVICE.index or 0, 1, 1, 8, 1, at, at + 8)
-    _kept.append((tensor, sizes))
-    return torch.from_dlpack(_capsule(ctypes.addressof(tensor), b"dltensor", None)).view(dtype).view(*shape)
-
-
-def timed(taken: Times, name: str, call: Callable[..., Answer], *arguments: Any) -> int:
-    """What the call made, or 0; a refusal raises."""
-    start = time.perf_counter_ns()
-    answer = call(*arguments)
-    taken[name].append((time.perf_counter_ns() - start) / 1e3)
-    return must(answer)
+    nbytes = math.prod(shape) * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(address, DEVICE, nbytes)
+    return torch.empty(0, dtype=dtype, device=DEVICE).set_(storage, 0, shape)
 
 
 # --- 0. The driver's answers, as lines that the simulated libcuda is held to. A line is one call: {"case":
@@ -520,68 +472,32 @@ def lines_of(case: str, granule: int) -> Iterator[Line]:
         word, *values = step.split()
         call, arguments = CALLS[word]
         given = arguments | dict(zip(arguments, map(float, values), strict=False))
-        yield {
-            "case": case,
-            "call": call,
-            **{name: int(value * (granule if name in IN_GRANULES else 1)) for name, value in given.items()},
-        }
+        sizes = {name: int(value * (granule if name in IN_GRANULES else 1)) for name, value in given.items()}
+        yield {"case": case, "call": call, **sizes}
 
 
 def play(lines: Iterable[Line]) -> Iterator[str]:
-    """Makes the calls of one case. The names of the answers, call by call; at its end it gives back what is
-    left."""
+    """Makes the calls of one case. The names of the answers, call by call."""
     ranges: list[int] = []  # addresses; 0 where it was refused
     handles: list[int] = []
-    left: list[tuple[Any, ...]] = []  # calls that give back what is left, last made first
-    try:
-        for line in lines:
-            call, size = line["call"], line.get("size", 0)
-            base = ranges[line["range"]] if "range" in line else 0
-            at, handle = base + line.get("offset", 0), handles[line["handle"]] if "handle" in line else 0
-            arguments = {
-                "cuMemAddressReserve": (size, line.get("alignment"), 0, 0),
-                "cuMemCreate": (size, properties(0, has_rdma()), 0),
-                "cuMemMap": (at, size, line.get("handle_offset"), handle, 0),
-                "cuMemSetAccess": (at, size, access(line.get("access", 0)), 1),
-                "cuMemRelease": (handle,),
-                "cuMemsetD8": (at, 1, size),
-                "cuMemcpyDtoD": (at, base + line.get("from_offset", 0), size),
-                "cuCtxSynchronize": (),
-            }.get(call, (at, size))
-            answer = getattr(cuda, call)(*arguments)
-            made = int(answer[1]) if answer[0] == 0 and len(answer) > 1 else 0
-            if call == "cuMemAddressReserve":
-                ranges.append(made)
-            elif call == "cuMemCreate":
-                handles.append(made)
-            undo = {
-                "cuMemAddressReserve": ("cuMemAddressFree", made, size),
-                "cuMemCreate": ("cuMemRelease", made),
-                "cuMemMap": ("cuMemUnmap", at, size),
-            }.get(call)
-            if answer[0] == 0 and undo:
-                left.insert(0, undo)
-            elif answer[0] == 0 and (call, *arguments) in left:
-                left.remove((call, *arguments))
-            yield name_of(answer)
-    finally:
-        for name, *arguments_ in left:  # what was unmapped in parts by the case is refused
-            getattr(cuda, name)(*arguments_)
-
-
-def differences(lines: Iterable[Line]) -> list[str]:
-    """Plays recorded lines; the first call of each case that is answered otherwise than it was there."""
-    cases: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
-        cases[line["case"]].append(line)
-    found = []
-    for case, calls in cases.items():
-        for line, answer in zip(calls, play(calls), strict=False):
-            if answer != line["answer"]:
-                shown = ", ".join(f"{name}={line[name]}" for name in ARGUMENTS[line["call"]])
-                found.append(f"{case}: {line['call']}({shown}) answered {line['answer']}, {answer} here")
-                break
-    return found
+        call, size = line["call"], line.get("size", 0)
+        base = ranges[line["range"]] if "range" in line else 0
+        at, handle = base + line.get("offset", 0), handles[line["handle"]] if "handle" in line else 0
+        arguments = {
+            "cuMemAddressReserve": (size, line.get("alignment"), 0, 0),
+            "cuMemCreate": (size, properties(0, has_rdma()), 0),
+            "cuMemMap": (at, size, line.get("handle_offset"), handle, 0),
+            "cuMemSetAccess": (at, size, access(line.get("access", 0)), 1),
+            "cuMemRelease": (handle,),
+            "cuMemsetD8": (at, 1, size),
+            "cuMemcpyDtoD": (at, base + line.get("from_offset", 0), size),
+            "cuCtxSynchronize": (),
+        }.get(call, (at, size))
+        answer = getattr(cuda, call)(*arguments)
+        made = {"cuMemAddressReserve": ranges, "cuMemCreate": handles}.get(call, [])
+        made.append(int(answer[1]) if answer[0] == 0 and len(answer) > 1 else 0)
+        yield name_of(answer)
 
 
 def answered(cases: Iterable[str]) -> Iterator[Line]:
@@ -594,22 +510,14 @@ def answered(cases: Iterable[str]) -> Iterator[Line]:
             return
 
 
-def play_case(case: str) -> None:
-    for line in answered([case]):
+def play_cases(*cases: str) -> None:
+    for line in answered(cases):
         find("call", **line)
 
 
-@question(0, 40, "What does the driver answer to VMM calls, wrong ones too?", while_building=True)
 def record() -> None:
-    fact("granularity", granularity())
-    for line in answered(SAFE):
-        find("call", **line)
-    with ThreadPoolExecutor(len(RISKY)) as together:  # most of their time goes to starting
-        ends = list(together.map(lambda case: apart(play_case, case, seconds=30), RISKY))
-    for case, end in zip(RISKY, ends, strict=True):
-        for found in end.findings:
-            find(**found)
-        fact(f"{case}: the process", end.text)
+    pass_on("", apart(lambda: (fact("granularity", granularity()), play_cases(*SAFE)), seconds=30))
+    at_once({case: partial(play_cases, case) for case in RISKY})
 
 
 # --- 8. Faults on purpose, each in a process of its own: what error they give, and whether the parent lives
@@ -630,7 +538,7 @@ def read_past_end() -> None:
     seen = Pages(4, 1).put_all().tensor(torch.uint8, 0, 4)
     seen[0].fill_(1)
     synchronize()
-    fault(lambda: seen.sum())
+    fault(seen.sum)
 
 
 def unmap_beneath_kernel() -> None:
@@ -649,27 +557,30 @@ def unmap_beneath_kernel() -> None:
 def fault(work: Work) -> None:
     """Does what faults, and says what can still be done afterwards."""
     fact("begun", True)
-    fact("error", error_of(lambda: (work(), synchronize())))
+    fact("error", error_of(work, synchronize))
     fact("a kernel afterwards", error_of(lambda: int(torch.ones(4, device=DEVICE).sum())))
     fact("a VMM call afterwards", name_of(reserve(PAGE)))
 
 
-@question(8, 45, "A write through a read-only alias, a read past the end?", while_building=True)
 def faults() -> None:
+    def case_of(work: Work) -> tuple[str, Any, Iterator[Finding]]:
+        gate = FORK.Event()
+        name = work.__name__.replace("_", " ")
+        return name, gate, apart(lambda: (gate.wait(), signal.alarm(15), work()), seconds=40)
+
+    cases = [case_of(work) for work in (write_through_read_only, read_past_end, unmap_beneath_kernel)]
     own = torch.arange(1 << 20, device=DEVICE)
     expected = int(own.sum())
 
     def see_that_all_is_as_before() -> None:
         with Pages(1, 1).put_all() as pages:
-            right = int(pages.tensor(torch.uint8).fill_(3).max()) == 3 and int(own.sum()) == expected
-            synchronize()
-        if not right:
-            raise ValueError("WRONG contents")
+            seen = int(pages.tensor(torch.uint8).fill_(3).max()), int(own.sum())
+            assert seen == (3, expected), "WRONG contents"
 
-    for work in (write_through_read_only, read_past_end, unmap_beneath_kernel):
-        case = work.__name__.replace("_", " ")
-        tell(case, apart(work, seconds=15))
-        fact(f"{case}: the parent's error", error_of(see_that_all_is_as_before))
+    for name, gate, findings in cases:
+        gate.set()
+        pass_on(f"{name}: ", findings)
+        fact(f"{name}: the parent's error", error_of(see_that_all_is_as_before))
 
 
 # --- 11. Triton asks cuPointerGetAttribute(DEVICE_POINTER) of every tensor that it launches a kernel over,
@@ -683,7 +594,7 @@ def pointer_answers() -> dict[str, Answer]:
         pages.put(0, 0)
         pages.put(1, 1, READ_ONLY)
         pages.put(2, 2)
-        must(set_access(pages.at(2), PAGE, NO_ACCESS))
+        must(pages.set_access(2, NO_ACCESS))
         must(pages.map(3, 3))
         must(pages.map(4, 0))
         must(pages.unmap(4))
@@ -699,19 +610,17 @@ def pointer_answers() -> dict[str, Answer]:
     return {**answers, "no longer reserved": asked(pages.address)}
 
 
-@question(11, 25, "Which addresses may a Triton kernel be given?", while_building=True)
 def pointers() -> None:
+    if importlib.util.find_spec("triton") is None or DEVICE.type != "cuda":
+        skip("Triton kernels", "they need Triton and a GPU")
+    else:
+        case = "a Triton kernel over a tensor whose first page {} mapped".format
+        at_once({case("is"): partial(triton_reads, 1), case("is not"): partial(triton_reads, 0)})
     for address, answer in pointer_answers().items():
         fact(f"DEVICE_POINTER of an address that is {address}", name_of(answer))
-    if importlib.util.find_spec("triton") is None or DEVICE.type != "cuda":
-        find("skipped", name="Triton kernels", reason="they need Triton and a GPU")
-        return
-    for slot, state in (("1", "is"), ("0", "is not")):
-        end = apart(triton_reads, slot, seconds=20)
-        tell(f"a Triton kernel over a tensor whose first page {state} mapped", end)
 
 
-def triton_reads(slot: str) -> None:
+def triton_reads(slot: int) -> None:
     """A Triton kernel that is given the page at `slot` of two, and reads in the second one only."""
     global tl
     import triton
@@ -723,7 +632,7 @@ def triton_reads(slot: str) -> None:
 
     with Pages(2, 1) as pages:
         pages.put(1, 0)
-        second, given = pages.tensor(torch.int32, 1)[0].fill_(42), pages.tensor(torch.int32, int(slot))[0]
+        second, given = pages.tensor(torch.int32, 1)[0].fill_(42), pages.tensor(torch.int32, slot)[0]
         out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         synchronize()
         offset = (second.data_ptr() - given.data_ptr()) // 4
@@ -735,18 +644,21 @@ def triton_reads(slot: str) -> None:
 # waits
 
 
-def calls_on(pages: Pages) -> dict[str, tuple[Callable[[], Answer], Work]]:
-    """Each call, and what makes it possible again. Slots 0 to 3 are mapped, 4 to 7 are not."""
-    size = pages.size
-    handles, ranges = [must(create(size))], [must(reserve(size, size))]  # one of each is there to give back
+def kept(made: list[int], call: Call, *arguments: Any) -> Answer:
+    answer = call(*arguments)
+    made.append(must(answer))
+    return answer
 
-    def making(made: list[int], call: Callable[..., Answer], *arguments: int) -> Answer:
-        answer = call(*arguments)
-        made.append(must(answer))
-        return answer
+
+def calls_on(pages: Pages) -> dict[str, tuple[Call, Work]]:
+    """Each call, and what makes it possible again. Slots 0 to 3 are mapped, 4 to 7 are not."""
+    size, ranges = pages.size, list[int]()
+    new_handle = partial(kept, pages.handles, create, size)
+    new_range = partial(kept, ranges, reserve, size, size)
+    new_handle(), new_range()  # one of each is there to give back
 
     def release() -> Answer:
-        return cuda.cuMemRelease(handles.pop())
+        return cuda.cuMemRelease(pages.handles.pop())
 
     def free() -> Answer:
         return cuda.cuMemAddressFree(ranges.pop(), size)
@@ -756,11 +668,6 @@ def calls_on(pages: Pages) -> dict[str, tuple[Callable[[], Answer], Work]]:
         pages.tensor(torch.uint8, 1).fill_(1)
         synchronize()
 
-    new_handle, new_range = (
-        partial(making, handles, create, size),
-        partial(making, ranges, reserve, size, size),
-    )
-    third = pages.at(2), size
     return {
         "cuDeviceGetCount": (cuda.cuDeviceGetCount, lambda: None),
         "cuMemGetInfo": (cuda.cuMemGetInfo, lambda: None),
@@ -770,8 +677,8 @@ def calls_on(pages: Pages) -> dict[str, tuple[Callable[[], Answer], Work]]:
         "release, and the memory goes": (release, new_handle),
         "map": (lambda: pages.map(5, 0), lambda: pages.unmap(5)),
         "map and set-access": (lambda: pages.put(5, 0), lambda: pages.unmap(5)),
-        "set-access": (lambda: set_access(*third), lambda: None),
-        "set-access to read-only": (lambda: set_access(*third, READ_ONLY), lambda: set_access(*third)),
+        "set-access": (lambda: pages.set_access(2), lambda: None),
+        "set-access to read-only": (lambda: pages.set_access(2, READ_ONLY), lambda: pages.set_access(2)),
         "unmap, handle kept": (lambda: pages.unmap(1), map_again),
     }
 
@@ -786,7 +693,7 @@ def page_s_life() -> list[str]:
         return 0 if answer[0] != 0 else must(answer) or 1
 
     address, handle = went_well("reserve", reserve(PAGE)), went_well("create", create(PAGE))
-    if address and handle and went_well("map", map_at(address, PAGE, handle)):
+    if address and handle and went_well("map", cuda.cuMemMap(address, PAGE, 0, handle, 0)):
         went_well("set-access", set_access(address, PAGE))
         went_well("unmap", cuda.cuMemUnmap(address, PAGE))
     if handle:
@@ -796,7 +703,6 @@ def page_s_life() -> list[str]:
     return answers
 
 
-@question(1, 40, "What does every VMM call cost; what do merging and kept handles save?")
 def calls() -> None:
     fact("handles are made with the GPUDirect RDMA flag", has_rdma())
     with ThreadPoolExecutor(1) as other:
@@ -810,47 +716,53 @@ def calls() -> None:
                 fact("fresh handles after written ones were released", f"{stale} of {count} not all zero")
             seen.fill_(255)
             synchronize()
-    for size in [mib * MIB for mib in pick((2, 4, 8, 16, 32), (2, 4))]:
-        taken: Times = defaultdict(list)
-        with Pages(8, 4, size).put_all() as pages:
-            for done in rounds(200, 3, seconds=2):
-                for name, (call, restore) in calls_on(pages).items():
-                    timed(taken, name, call)
-                    restore()
-                if done == 0:
-                    taken.clear()  # a warm-up
-        for name, values in taken.items():
-            figure(f"{name}, {size // MIB} MiB", values)
-        merged_calls(size)
+
+    def once(call: Call, restore: Work) -> float:
+        taken = clocked(call)
+        restore()
+        return taken
+
+    for mib in pick((2, 4, 8, 16, 32), (2, 4)):
+        with Pages(8, 4, mib * MIB).put_all() as pages:
+            samples = {name: partial(once, *pair) for name, pair in calls_on(pages).items()}
+            figures(f"{{}}, {mib} MiB", interleave(samples, rounds(200, 3, seconds=2)))
+        for count in pick((8, 64), (2,)):
+            merged_calls(mib, count)
 
 
-def merged_calls(size: int) -> None:
-    """One set-access, and one unmap, over n pages, against n of them."""
-    for count in pick((8, 64), (2,)):
-        spent: Times = defaultdict(list)
-        with Pages(count, count, size) as pages:
-            for _ in rounds(60, 2, seconds=1):
-                for step in (count, 1):
-                    for slot in range(count):
-                        must(pages.map(slot, slot))
-                    for name, call in (("set-access", set_access), ("unmap", cuda.cuMemUnmap)):
-                        start = time.perf_counter_ns()
-                        for slot in range(0, count, step):
-                            must(call(pages.at(slot), step * size))
-                        spent[f"{name} {step}"].append((time.perf_counter_ns() - start) / 1e3)
-                    pages.mapped.clear()
-        for call_name in ("set-access", "unmap"):
-            one, each = spent[f"{call_name} {count}"], spent[f"{call_name} 1"]
-            what = f"one {call_name} over {count} pages of {size // MIB} MiB"
-            figure(what, one)
-            gains = [a / b for a, b in zip(each, one, strict=True)]
-            figure(f"gain of {what}", gains, "x", "host clock; n calls / one, of the same round")
+def merged_calls(mib: int, count: int) -> None:
+    """One set-access, and one unmap, over `count` pages, against as many of them."""
+    spent = defaultdict[tuple[str, int], list[float]](list)
+    with Pages(count, count, mib * MIB) as pages:
+        for _ in rounds(60, 2, seconds=1):
+            for step in (count, 1):
+                for slot in range(count):
+                    must(pages.map(slot, slot))
+                for name, call in (("set-access", set_access), ("unmap", cuda.cuMemUnmap)):
+                    start = time.perf_counter_ns()
+                    for slot in range(0, count, step):
+                        must(call(pages.at(slot), step * pages.size))
+                    spent[name, step].append((time.perf_counter_ns() - start) / 1e3)
+    for name in ("set-access", "unmap"):
+        what = f"one {name} over {count} pages of {mib} MiB"
+        figure(what, spent[name, count])
+        gains = map(truediv, spent[name, 1], spent[name, count])
+        figure(f"gain of {what}", gains, "x", "host clock; n calls / one, of the same round")
 
 
 class Kernel(NamedTuple):
     name: str
     launch: Work
-    is_right: Callable[[], bool]  # of what the last launch wrote; waits for it
+    written: torch.Tensor
+    wanted: torch.Tensor
+
+    def is_right(self) -> bool:
+        """Of what the last launch wrote; waits for it."""
+        synchronize()
+        right = torch.equal(self.written, self.wanted)
+        self.written.zero_()
+        synchronize()
+        return right
 
 
 def noise(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -862,36 +774,28 @@ def kernels() -> list[Kernel]:
     """One bound by memory bandwidth, and a matrix product."""
     values, side = torch.arange(pick(256 << 20, 1 << 20), dtype=torch.int32, device=DEVICE), pick(8192, 256)
     (a, b), copied = noise((side, side), (side, side)), torch.zeros_like(values)
-    product = torch.empty_like(a)
-    expected = torch.mm(a, b, out=product).clone()
-
-    def is_right(written: torch.Tensor, wanted: torch.Tensor) -> bool:
-        synchronize()
-        right = torch.equal(written, wanted)
-        written.zero_()
-        synchronize()
-        return right
-
-    copying, multiplying = partial(copied.copy_, values), partial(torch.mm, a, b, out=product)
+    product = torch.mm(a, b)
+    multiply = partial(torch.mm, a, b, out=product)
+    synchronize()  # they run in other streams
     return [
-        Kernel(f"copy of {values.nbytes >> 20} MiB", copying, partial(is_right, copied, values)),
-        Kernel(f"bf16 product {side}^3", multiplying, partial(is_right, product, expected)),
+        Kernel(f"copy of {values.nbytes >> 20} MiB", partial(copied.copy_, values), copied, values),
+        Kernel(f"bf16 product {side}^3", multiply, product, product.clone()),
     ]
 
 
-def waited(stream: Any, load: Work, call: Callable[[], Answer], times: Times) -> bool | None:
-    """Whether a call beside a load returned after its end; None if the load was over before."""
+def waited(stream: Any, load: Work, call: Call) -> tuple[float, bool | None]:
+    """Microseconds of a call beside a load, and whether it returned after the load's end; None if the load
+    was over before."""
     load()
     end = mark(stream)
     time.sleep(0.002)  # for the kernel to be running, and not only launched
     over_before = end.query()
-    timed(times, "", call)
+    taken = clocked(call)
     over = None if over_before else end.query()
     synchronize()
-    return over
+    return taken, over
 
 
-@question(3, 25, "Which driver calls wait for running kernels?")
 def waiting() -> None:
     stream, product = new_stream(), kernels()[1]
     loads: dict[str, Work] = {
@@ -904,16 +808,16 @@ def waiting() -> None:
             load()  # once, so that the kernel is loaded
             synchronize()
             for name, (call, restore) in calls_on(pages).items():
-                times: Times = defaultdict(list)
                 found = []
                 for _ in rounds(15, 2, seconds=1):
-                    found.append(waited(stream, load, call, times))
+                    found.append(waited(stream, load, call))
                     restore()
-                figure(f"{name}, beside {load_name}", times[""])
-                fact(f"{name} returned after the end of {load_name}", verdict(found))
+                times, waits = zip(*found, strict=True)
+                figure(f"{name}, beside {load_name}", times)
+                fact(f"{name} returned after the end of {load_name}", verdict(waits))
 
 
-def verdict(found: list[bool | None]) -> str:
+def verdict(found: Iterable[bool | None]) -> str:
     of = [waits for waits in found if waits is not None]
     return f"{sum(of)} of {len(of)}: {'it WAITS' if 2 * sum(of) > len(of) or not of else 'it does not wait'}"
 
@@ -928,48 +832,44 @@ RESCUED = "DEADLOCK, until the watchdog set the flag"
 CALLS_WHILE_WAITING = ("map and set-access", "create", "release, and the memory goes", "unmap, handle kept")
 
 
-@question(10, 55, "May the GPU itself wait for a mapping (cuStreamWaitValue32)?")
 def stream_wait() -> None:
     for name in CALLS_WHILE_WAITING:
-        end = apart(while_waiting, name, seconds=12)
-        wrong = end.facts.get("wrong elements")
-        text = (
-            f"no deadlock, {wrong} wrong elements" if end.code == 0 else f"not tried to its end: {end.text}"
-        )
-        fact(f"{name}, while a stream waits for the flag", RESCUED if RESCUED in end.facts else text)
+        *findings, end = apart(partial(while_waiting, name), seconds=12)
+        facts = {found["name"]: found["value"] for found in findings if found["kind"] == "fact"}
+        text = f"no deadlock, {facts.get('wrong elements')} wrong elements"
+        if end["text"] != "exited with 0":
+            text = f"not tried to its end: {end['text']}"
+        fact(f"{name}, while a stream waits for the flag", RESCUED if RESCUED in facts else text)
 
 
 def while_waiting(name: str) -> None:
     stream, numbers = new_stream(), torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    flag = torch.ones(1, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")  # one address for host and GPU
     launch(stream, lambda: numbers.fill_(1))  # a kernel first loaded while a stream waits might wait for it
-    hold(stream, new_flag().fill_(1))
+    hold(stream, flag)
     synchronize()
-    taken: Times = defaultdict(list)
     wrong = 0
+
+    def watch(returned: threading.Event) -> None:
+        if not returned.wait(WATCHDOG_SECONDS):
+            fact(RESCUED, True)  # first: what follows may end the process
+            flag.fill_(1)
+
     for done in rounds(30, 3, seconds=4):
         with Pages(8, 4).put_all() as pages:
-            flag, over = new_flag(), pages.tensor(torch.int32, 6)
-            hold(stream, flag)
-            launch(stream, lambda over=over, done=done: over.fill_(done + 1))
-            end, returned = mark(stream), threading.Event()
-
-            def watch(flag: torch.Tensor = flag, returned: threading.Event = returned) -> None:
-                if not returned.wait(WATCHDOG_SECONDS):
-                    fact(RESCUED, True)  # first: what follows may end the process
-                    flag.fill_(1)
-
-            threading.Thread(target=watch, daemon=True).start()
             call, restore = calls_on(pages)[name]
-            timed(taken, name, call)
-            if 6 not in pages.mapped:
-                pages.put(6, 0)
+            over, returned = pages.tensor(torch.int32, 6), threading.Event()
+            flag.zero_()
+            hold(stream, flag)
+            launch(stream, partial(over.fill_, done + 1))
+            threading.Thread(target=watch, args=(returned,), daemon=True).start()
+            must(call())
+            pages.put(6, 0)
             returned.set()
             flag.fill_(1)
-            end.synchronize()
-            wrong += int((over != done + 1).sum())
             synchronize()
+            wrong += int((over != done + 1).sum())
             restore()
-    figure(f"{name}, while a stream waits for the flag", taken[name])
     fact("wrong elements", wrong)
 
 
@@ -978,17 +878,17 @@ def while_waiting(name: str) -> None:
 # pages all the while, never at an address that was mapped before.
 
 
-def map_pages(taken: Times, until: Any, most: int) -> tuple[int, int]:
+def map_pages(taken: dict[str, list[float]], until: Any, most: int) -> Counter[str]:
     """Maps fresh pages one by one until the event has passed or `most` are mapped, and writes through each.
     How many it mapped, and how many of them show another's contents."""
     count = 0
     with Pages(most, most) as pages:
         while count < most and not until.query():
-            timed(taken, "map", pages.map, count, count)
-            timed(taken, "set-access", set_access, pages.at(count), PAGE)
+            taken["map"].append(clocked(pages.map, count, count))
+            taken["set-access"].append(clocked(pages.set_access, count))
             count += 1
         until.synchronize()  # the check below must not slow it down
-        return count, wrong_pages(pages, count)
+        return Counter(pages=count, wrong_pages=wrong_pages(pages, count))
 
 
 def wrong_pages(pages: Pages, count: int) -> int:
@@ -1001,63 +901,62 @@ def wrong_pages(pages: Pages, count: int) -> int:
     return int((seen != slot.unsqueeze(1)).any(dim=1).sum())
 
 
-@question(2, 35, "Fresh mapping beside kernels: is it right, what does it cost?")
 def beside_kernels() -> None:
-    launches, most, order = pick(40, 3), pick(1024, 10), ["alone", "again", "mapping"]
     for kernel in kernels():
-        stream, shuffled, wrong = new_stream(), random.Random(0), 0
-        taken: Times = defaultdict(list)
-        medians: dict[str, list[float]] = defaultdict(list)
-        mapped = [0, 0]
-        for done in rounds(12, 2, seconds=10):
-            shuffled.shuffle(order)
-            for name in order:
-                marks = [mark(stream)]
-                for _ in range(launches):
-                    launch(stream, kernel.launch)
-                    marks.append(mark(stream))
-                if name == "mapping":
-                    mapped = list(map(sum, zip(mapped, map_pages(taken, marks[-1], most), strict=True)))
-                marks[-1].synchronize()
-                times = sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
-                if done:  # the first loads the kernel
-                    medians[name].append(times[len(times) // 2])
-                wrong += not kernel.is_right()
-        method = "CUDA events, median of each run; with mapping / alone, same round; control: alone / alone"
-        ratio(f"{kernel.name} beside mapping", medians["mapping"], medians["alone"], medians["again"], method)
-        figure(f"{kernel.name}, alone", medians["alone"], "ms", "CUDA events, median of each run")
-        for call, microseconds in taken.items():
-            figure(f"{call}, beside {kernel.name}", microseconds)
-        fact(f"runs of {kernel.name} beside mapping with a wrong result", wrong)
-        fact(f"pages mapped beside {kernel.name} with wrong contents", f"{mapped[1]} of {mapped[0]}")
+        beside(kernel)
+
+
+def beside(kernel: Kernel) -> None:
+    stream, taken, counted = new_stream(), defaultdict[str, list[float]](list), Counter[str]()
+
+    def run(with_mapping: bool) -> float:
+        """Milliseconds of a launch: the median of many in a row."""
+        marks = [mark(stream)]
+        for _ in range(pick(40, 3)):
+            launch(stream, kernel.launch)
+            marks.append(mark(stream))
+        if with_mapping:
+            counted.update(map_pages(taken, marks[-1], pick(1024, 10)))
+        marks[-1].synchronize()
+        counted["wrong results"] += not kernel.is_right()
+        return median(a.elapsed_time(b) for a, b in pairwise(marks))
+
+    samples = {name: partial(run, name == "mapping") for name in ("alone", "again", "mapping")}
+    medians = interleave(samples, rounds(12, 2, seconds=10))
+    method = "CUDA events, median of each run; with mapping / alone, same round; control: alone / alone"
+    ratios(f"{kernel.name} beside {{}}", medians, "alone", "again", method)
+    figure(f"{kernel.name}, alone", medians["alone"], "ms", "CUDA events, median of each run")
+    figures(f"{{}}, beside {kernel.name}", taken)
+    fact(f"runs of {kernel.name} beside mapping with a wrong result", counted["wrong results"])
+    wrong = f"{counted['wrong_pages']} of {counted['pages']}"
+    fact(f"pages mapped beside {kernel.name} with wrong contents", wrong)
 
 
 # --- 12. The type of handle is chosen when memory is made
 
 
-@question(12, 15, "What does cuMemCreate cost with a shareable handle type?")
 def handle_types() -> None:
-    taken: dict[str, list[float]] = defaultdict(list)
+    handles: list[int] = []
+
+    def creations(kind: int) -> float:
+        """Microseconds of one, the mean of some."""
+        taken = 0.0
+        for _ in range(count := pick(32, 2)):
+            taken += clocked(kept, handles, create, PAGE, kind, False)
+            must(cuda.cuMemRelease(handles.pop()))
+        return taken / count
+
+    samples = {"again": partial(creations, 0)}
     for name, kind in HANDLE_TYPES.items():
-        fact(f"cuMemCreate with {name}", name_of(answer := create(PAGE, kind, False)))
+        answer = create(PAGE, kind, False)
+        fact(f"cuMemCreate with {name}", name_of(answer))
         if answer[0] == 0:
             must(cuda.cuMemRelease(answer[1]))
-            taken[name] = []
-    kinds = [*taken, "again"]
-    for done in rounds(60, 3, seconds=8):
-        for name in kinds:
-            times: Times = defaultdict(list)
-            for _ in range(pick(32, 2)):
-                handle = timed(times, "", create, PAGE, HANDLE_TYPES.get(name, 0), False)
-                must(cuda.cuMemRelease(handle))
-            if done:  # the first is a warm-up
-                taken[name].append(sum(times[""]) / len(times[""]))
-    none, again = taken.pop("none"), taken.pop("again")
-    figure("create, none", none)
-    for name, ours in taken.items():
-        ratio(
-            f"create, {name} / none", ours, none, again, "host clock, means of a round; control: none again"
-        )
+            samples[name] = partial(creations, kind)
+    taken = interleave(samples, rounds(60, 3, seconds=8))
+    figure("create, none", taken["none"])
+    method = "host clock, means of a round; control: none again"
+    ratios("create, {} / none", taken, "none", "again", method)
 
 
 # --- 7. A CUDA graph captured once, and replayed while the tensor grows beneath it. It holds one query's
@@ -1065,55 +964,48 @@ def handle_types() -> None:
 # gathers rows below that length only, so that what is not mapped is not read.
 
 
-def attend_to(
-    q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, length: torch.Tensor
-) -> torch.Tensor:
+def attend_to(q: torch.Tensor, kv: torch.Tensor, length: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """[HEADS, DIM] of q over the first `length` rows of kv [capacity, 2, HEADS, DIM]; float32."""
-    rows = kv.index_select(0, torch.minimum(positions, length - 1))
-    k, v = rows[:, 0].float(), rows[:, 1].float()
+    positions = torch.arange(len(kv), device=DEVICE)
+    k, v = kv.index_select(0, torch.minimum(positions, length - 1)).float().unbind(1)
     scores = (k * q).sum(-1) / DIM**0.5
     scores = scores.masked_fill((positions >= length).unsqueeze(1), float("-inf"))
-    return (scores.softmax(0).unsqueeze(-1) * v).sum(0)
+    return out.copy_((scores.softmax(0).unsqueeze(-1) * v).sum(0))
 
 
-@question(7, 25, "Does a captured CUDA graph go on while the tensor grows beneath it?")
 def graphs() -> None:
     import vtensor
 
     capacity, step = pick(24, 4) * PER_PAGE, pick(97, 500)
     shape = (capacity, 2, HEADS, DIM)
     source, q = noise(shape, (HEADS, DIM))
-    q, positions = q.float(), torch.arange(capacity, device=DEVICE)
-    length, result = torch.full((1,), 10, device=DEVICE), torch.empty(HEADS, DIM, device=DEVICE)
-    own = pool(page_size=PAGE, budget=2 * source.nbytes + 8 * PAGE, prefetch=0)
-    t = vtensor.empty(0, *shape[1:], grow_dim=0, capacity=capacity, dtype=BF16, pool=own).append(source[:10])
+    q, length = q.float(), torch.full((1,), 10, device=DEVICE)
+    result, expected = torch.empty_like(q), torch.empty_like(q)
+    own = pool(2 * source.nbytes + 8 * PAGE)
+    t = growable(own, capacity, 0, *shape[1:], grow_dim=0).append(source[:10])
     full = tensor_at(t.address, shape, BF16)  # only what the graph gathers from it is mapped
     with vtensor.lease(t):
-        replay = captured(lambda: result.copy_(attend_to(q, full, positions, length)))
-
-    def replay_once() -> Answer:
-        replay()
+        attend_to(q, full, length, result)  # once, so that its kernels are loaded
         synchronize()
-        return (0,)
-
+        replay = captured(lambda: attend_to(q, full, length, result))
+    appends, replays = [], []
     wrong = crossings = 0
-    taken: Times = defaultdict(list)
     while t.length + step <= capacity and time.time() < deadline - 4:
-        before = t.nbytes_mapped
-        timed(taken, "append", lambda: (0, t.append(source[t.length : t.length + step]).length))
+        before, new = t.nbytes_mapped, source[t.length : t.length + step]
+        appends.append(1e6 * clock(partial(t.append, new)))
         crossings += t.nbytes_mapped > before
         length.fill_(t.length)
         result.zero_()
         synchronize()
-        timed(taken, "replay", replay_once)
-        wrong += not torch.allclose(result, attend_to(q, source, positions, length), rtol=1e-4, atol=1e-5)
-    figure(f"append of {step} positions between replays, no look-ahead", taken["append"])
-    figure("replay over the growing tensor", taken["replay"], "us", "host clock, to the end of the replay")
-    fact("replays", len(taken["replay"]))
+        replays.append(1e6 * clock(replay, synchronize))
+        wrong += not torch.allclose(result, attend_to(q, source, length, expected), rtol=1e-4, atol=1e-5)
+    figure(f"append of {step} positions between replays, no look-ahead", appends)
+    figure("replay over the growing tensor", replays, method="host clock, to the end of the replay")
+    fact("replays", len(replays))
     fact("pages mapped between replays, times", crossings)
     fact("replays with a wrong result, to 1e-4 of the same kernels over a plain tensor", wrong)
     answers: list[str] = []
-    ended = error_of(lambda: (captured(lambda: answers.extend(page_s_life()), warmup=0)(), synchronize()))
+    ended = error_of(lambda: captured(lambda: answers.extend(page_s_life()))(), synchronize)
     fact("VMM calls during a capture, mode global", ", ".join(answers))
     fact("the error of that capture", ended)
 
@@ -1130,26 +1022,19 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@question(9, 35, "Deepcopy and save of a view whose storage has holes?")
 def torch_copies() -> None:
-    with ThreadPoolExecutor(len(OPERATIONS)) as together:
-        ends = list(together.map(lambda case: apart(torch_copy, case, seconds=30), OPERATIONS))
-    for case, end in zip(OPERATIONS, ends, strict=True):
-        tell(case, end)
+    at_once({case: partial(torch_copy, operation) for case, operation in OPERATIONS.items()})
 
 
-def torch_copy(case: str) -> None:
-    import vtensor
-
-    own = pool(page_size=PAGE, budget=64 * PAGE, prefetch=0)
-    t = vtensor.empty(4, 300, HEADS, DIM, grow_dim=1, capacity=16384, dtype=BF16, pool=own).fill_(1)
+def torch_copy(operation: Callable[[torch.Tensor], object]) -> None:
+    t = growable(pool(64 * PAGE), 16384, 4, 300, HEADS, DIM).fill_(1)
     synchronize()
     view = t.alias()
     fact("bytes of the storage", view.untyped_storage().nbytes())
     fact("bytes mapped", t.nbytes_mapped)
     fact("begun", True)
-    fact("error", error_of(lambda: (OPERATIONS[case](view), synchronize())))
-    fact("error of growing the tensor afterwards", error_of(lambda: (t.extend(2000), synchronize())))
+    fact("error", error_of(lambda: operation(view), synchronize))
+    fact("error of growing the tensor afterwards", error_of(lambda: t.extend(2000), synchronize))
 
 
 # --- 4. The same attention kernel over a VTensor and over plain memory of the same layout. Where memory
@@ -1162,14 +1047,6 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Ten
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-
-
-def sdpa_by(backend: SDPBackend) -> Attention:
-    def attend(*arguments: Any) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return sdpa(*arguments)
-
-    return attend
 
 
 def package(module: str) -> Attention:
@@ -1192,8 +1069,8 @@ def flex() -> Attention:
 
 
 KERNELS: dict[str, Callable[[], Attention]] = {
-    "torch SDPA, FlashAttention": lambda: sdpa_by(SDPBackend.FLASH_ATTENTION),
-    "torch SDPA, cuDNN": lambda: sdpa_by(SDPBackend.CUDNN_ATTENTION),
+    "torch SDPA, FlashAttention": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)(sdpa),
+    "torch SDPA, cuDNN": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa),
     "FlashAttention 2": lambda: package("flash_attn"),
     "FlashAttention 3": lambda: package("flash_attn_interface"),
     "FlashAttention 4": lambda: package("flash_attn.cute"),
@@ -1213,7 +1090,6 @@ def event_time(work: Work) -> float:
     return float(start.elapsed_time(end)) / count
 
 
-@question(4, 90, "Attention over a VTensor against the same over plain memory?")
 def attention() -> None:
     shapes = pick(
         {"decode, batch 16, 16k": (16, 16384, 1), "decode, batch 1, 128k": (1, 131072, 1)}
@@ -1225,48 +1101,38 @@ def attention() -> None:
             attend = make()
             for shape_name in list(shapes)[: 1 if make is flex else None]:  # each shape is compiled for
                 if time.time() > deadline - 5:
-                    find("skipped", name=f"{name}, {shape_name}", reason=OUT_OF_TIME)
+                    skip(f"{name}, {shape_name}", OUT_OF_TIME)
                 else:
                     compare(f"{name}, {shape_name}", attend, *shapes[shape_name])
         except Exception as error:
-            find("skipped", name=name, reason=first_line(error))
+            skip(name, first_line(error))
 
 
 def compare(what: str, attend: Attention, batch: int, length: int, queries: int) -> None:
-    import vtensor
-
     size = (batch, length, HEADS, DIM)
     q, *values = noise((batch, queries, QUERY_HEADS, DIM), size, size)
-    causal, differing = queries > 1, 0
-    medians: dict[str, list[float]] = defaultdict(list)
+    page_sizes = {f"VTensor of {mib} MiB pages": mib * MIB for mib in pick((2, 32), (2, 4))}
+    names = ["plain", "control", *page_sizes]
+    differing, medians = 0, defaultdict[str, list[float]](list)
     for trial in rounds(4, 2, seconds=5):
-        pools, pairs = [], {}
-        names = ["plain", "control", *(f"VTensor of {mib} MiB pages" for mib in pick((2, 32), (2, 4)))]
-        for name in random.Random(trial).sample(names, len(names)):
-            if name.startswith("VTensor"):
-                page = int(name.split()[2]) * MIB
-                pools.append(pool(page_size=page, budget=2 * values[0].nbytes + 8 * page, prefetch=0))
-                options = {"grow_dim": 1, "capacity": length, "dtype": BF16, "pool": pools[-1]}
-                pairs[name] = [vtensor.empty(*size, **options).copy_(x) for x in values]
-            else:
-                pairs[name] = [x.clone() for x in values]
-        expected = attend(q, *pairs["plain"], causal)
-        differing += sum(int((attend(q, *pair, causal) != expected).sum()) for pair in pairs.values())
-        samples = {
-            name: partial(event_time, partial(attend, q, *pair, causal)) for name, pair in pairs.items()
-        }
-        for name, times in interleave(samples, pick(15, 2), warmup=1).items():
-            medians[name].append(quantile(sorted(times), 0.5))
-        synchronize()
-        pairs.clear()
-        samples.clear()
-        for each in pools:
-            each.close()
-    plain, control = medians.pop("plain"), medians.pop("control")
-    figure(f"{what}, plain", plain, "ms", "CUDA events, median of each trial")
+        with contextlib.ExitStack() as pools:
+            pairs = {}
+            for name in random.Random(trial).sample(names, len(names)):
+                if page := page_sizes.get(name):
+                    own = pools.enter_context(pool(2 * values[0].nbytes + 8 * page, page_size=page))
+                    pairs[name] = [growable(own, length, *size).copy_(x) for x in values]
+                else:
+                    pairs[name] = [x.clone() for x in values]
+            works = {name: partial(attend, q, *pair, queries > 1) for name, pair in pairs.items()}
+            expected = works["plain"]()
+            differing += sum(int((work() != expected).sum()) for work in works.values())
+            samples = {name: partial(event_time, work) for name, work in works.items()}
+            for name, times in interleave(samples, pick(15, 2)).items():
+                medians[name].append(median(times))
+            synchronize()
+    figure(f"{what}, plain", medians["plain"], "ms", "CUDA events, median of each trial")
     method = "CUDA events around 10 launches, interleaved; medians of trials with fresh allocations / plain"
-    for name, ours in medians.items():
-        ratio(f"{what}, {name}", ours, plain, control, method)
+    ratios(f"{what}, {{}}", medians, "plain", "control", method)
     fact(f"{what}: elements that differ", differing)
 
 
@@ -1275,24 +1141,16 @@ def compare(what: str, attend: Attention, batch: int, length: int, queries: int)
 # / G as many positions of each. The baseline is a group of one, the control another of one.
 
 
-@question(5, 30, "What does sharing a page between layers cost the kernel?")
 def layer_groups() -> None:
-    import vtensor
-
     batch, length = pick((8, 8192), (1, 1024))
     sizes = {"control": 1, **{f"group of {size}": size for size in pick((1, 2, 4, 8, 16, 32), (1, 2))}}
-    own = pool(
-        page_size=PAGE,
-        budget=2 * batch * length * HEADS * DIM * 2 * sum(sizes.values()) + 64 * PAGE,
-        prefetch=0,
-    )
-    options = {"grow_dim": 1, "capacity": length, "dtype": BF16, "pool": own}
+    own = pool(2 * batch * length * HEADS * DIM * 2 * sum(sizes.values()) + 64 * PAGE)
     made = {
-        name: [vtensor.empty(batch, length, sizes[name], HEADS, DIM, **options).normal_() for _ in "kv"]
+        name: [growable(own, length, batch, length, sizes[name], HEADS, DIM).normal_() for _ in "kv"]
         for name in random.Random(0).sample(list(sizes), len(sizes))
     }
     (q,) = noise((batch, 1, QUERY_HEADS, DIM))
-    launched: dict[str, int] = defaultdict(int)
+    launched = Counter[str]()
 
     def attend(name: str) -> None:
         layer = launched[name] % sizes[name]  # another each time, as a model goes through its layers
@@ -1304,10 +1162,8 @@ def layer_groups() -> None:
         taken = interleave(samples, pick(60, 2), warmup=pick(3, 1))
     synchronize()
     method = f"torch SDPA, FlashAttention; batch {batch}, {length} keys, 1 query; CUDA events, interleaved"
-    one, control = taken.pop("group of 1"), taken.pop("control")
-    figure("attention of one layer, group of 1", one, "ms", method)
-    for name, times in taken.items():
-        ratio(name, times, one, control, method)
+    figure("attention of one layer, group of 1", taken["group of 1"], "ms", method)
+    ratios("{}", taken, "group of 1", "control", method)
 
 
 # --- 6. A decode loop. Each step appends a position to K and V of every layer and attends over all of them;
@@ -1316,38 +1172,22 @@ def layer_groups() -> None:
 
 LAYERS = 4  # of Llama's 32, so that batch 64 at 32k fits beside torch.cat's copies
 AHEAD = {"VTensor, synchronous": 0, "VTensor with the worker": 1 << 30}  # bytes of look-ahead
+WAYS = ("torch.cat", "preallocated", *AHEAD)
 
 
-class Grower:
-    """K and V of a layer, that grow by one position at a time."""
-
-    def __init__(self, how: str, filled: list[torch.Tensor], most: int, own: Any) -> None:
-        self.how, self.length = how, filled[0].shape[1]
-        self.tensors: list[Any] = []  # the VTensors, if any
-        self.kv = [x.contiguous() for x in filled]
-        if own is not None:
-            import vtensor
-
-            shape, options = (len(filled[0]), 0, HEADS, DIM), {"grow_dim": 1, "capacity": most, "dtype": BF16}
-            self.kv = self.tensors = [vtensor.empty(*shape, **options, pool=own).append(x) for x in filled]
-        elif how == "preallocated":
-            self.kv = [x.new_zeros(len(x), most, HEADS, DIM) for x in filled]
-            for buffer, x in zip(self.kv, filled, strict=True):
-                buffer[:, : self.length].copy_(x)
-
-    def append(self, new: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self.how == "preallocated":
-            for buffer, x in zip(self.kv, new, strict=True):
-                buffer[:, self.length : self.length + 1].copy_(x)
-            self.length += 1
-            return [buffer[:, : self.length] for buffer in self.kv]
-        if self.tensors:
-            return [t.append(x) for t, x in zip(self.tensors, new, strict=True)]
-        self.kv = [torch.cat(both, dim=1) for both in zip(self.kv, new, strict=True)]
-        return self.kv
+def append(name: str, kv: list[Any], new: list[torch.Tensor], at: int) -> list[torch.Tensor]:
+    """K and V of a layer, with a new position of both, which is number `at`."""
+    pairs = list(zip(kv, new, strict=True))
+    if name in AHEAD:
+        return [t.append(x) for t, x in pairs]
+    if name == "torch.cat":
+        kv[:] = [torch.cat(pair, dim=1) for pair in pairs]
+        return kv
+    for buffer, x in pairs:
+        buffer[:, at : at + 1].copy_(x)
+    return [buffer[:, : at + 1] for buffer in kv]
 
 
-@question(6, 180, "Decoding: torch.cat, preallocated, VTensor, VTensor with the worker?")
 def decode() -> None:
     fact("layers", f"{pick(LAYERS, 1)} of 32; tokens/s are those of these layers' attention")
     lengths, batches = pick((1024, 8192, 32768), (1024,)), pick((1, 4, 16, 64), (1,))
@@ -1359,66 +1199,90 @@ def decode() -> None:
 
 
 def window(batch: int, length: int) -> None:
-    """All growers around `length`, where a page ends, at this batch size."""
-    steps, layers = pick(128, 6), pick(LAYERS, 1)
+    """Each way to grow, around `length`, where a page ends, at this batch size."""
+    needed = 2 * pick(LAYERS, 1) * batch * (length + pick(128, 6) // 2) * HEADS * DIM * 2
     what = f"batch {batch}, {length:,} positions"
-    needed = 2 * layers * batch * (length + steps // 2) * HEADS * DIM * 2
     if time.time() > deadline - 6 - needed / 6e8:  # filling and mapping take most of it
-        find("skipped", name=what, reason=OUT_OF_TIME)
-        return
-    row, one = (1, length - steps // 2, HEADS, DIM), (batch, 1, HEADS, DIM)
-    *filled, new_k, new_v, q = noise(row, row, one, one, (batch, 1, QUERY_HEADS, DIM))
+        return skip(what, OUT_OF_TIME)
     outputs: dict[str, torch.Tensor] = {}
-    names = ["torch.cat", "preallocated", *AHEAD]
-    for name in random.Random(length + batch).sample(names, len(names)):
-        peak, free = torch_memory(forget=True)
-        budget, ahead = int(free * 0.85) // PAGE * PAGE, AHEAD.get(name)
-        own = None if ahead is None else pool(page_size=PAGE, budget=budget, prefetch=ahead)
+    for name in random.Random(length + batch).sample(WAYS, len(WAYS)):
         try:
-            filled_batch, most = (
-                [x.expand(batch, -1, -1, -1) for x in filled],
-                (length // PER_PAGE + 2) * PER_PAGE,
-            )
-            growers = [Grower(name, filled_batch, most, own) for _ in range(layers)]
-            times, outputs[name] = run(growers, q, [new_k, new_v], steps)
-            used = own.stats().pages_used * PAGE if own else torch_memory()[0] - peak
-            figure(f"step of {name}, {what}", times, "ms", "host clock, to the end of the device's work")
-            figure(f"step that begins a page, {name}, {what}", times[steps // 2 : steps // 2 + 1], "ms")
-            fact(f"memory of {name}, {what}, times what the positions need", round(used / needed, 3))
+            outputs[name] = grow(name, batch, length, what, needed)
         except Exception as error:
-            find("skipped", name=f"{name}, {what}", reason=first_line(error))
-        finally:
-            growers = []
-            synchronize()
-            if own is not None:
-                own.close()
+            skip(f"{name}, {what}", first_line(error))
     wrong = [n for n, x in outputs.items() if not torch.allclose(x, outputs[next(iter(outputs))], 2e-2, 2e-2)]
     fact(f"results that differ, {what}", wrong or "none")
 
 
-def run(
-    growers: list[Grower], q: torch.Tensor, new: list[torch.Tensor], steps: int
-) -> tuple[list[float], torch.Tensor]:
-    """Milliseconds of each step, without those that load kernels; and the last output."""
+def grow(name: str, batch: int, length: int, what: str, needed: int) -> torch.Tensor:
+    """The output of the last step."""
     import vtensor
 
-    times, output = [], q
-    tensors = [t for grower in growers for t in grower.tensors]
-    for _ in range(steps):
-        begun = time.perf_counter()
-        with vtensor.lease(tensors) if tensors else contextlib.nullcontext():
-            for grower in growers:
-                output = sdpa(q, *grower.append(new))
-        synchronize()
-        times.append((time.perf_counter() - begun) * 1e3)
-    return times, output.clone()
+    steps, layers = pick(128, 6), range(pick(LAYERS, 1))
+    first, most = length - steps // 2, (length // PER_PAGE + 2) * PER_PAGE
+    row, one = (1, first, HEADS, DIM), (batch, 1, HEADS, DIM)
+    k, v, *new, q = noise(row, row, one, one, (batch, 1, QUERY_HEADS, DIM))
+    filled = [x.expand(batch, -1, -1, -1) for x in (k, v)]
+    peak, free = torch_memory(forget=True)
+    with contextlib.ExitStack() as pools:
+        own = None
+        if name in AHEAD:
+            own = pools.enter_context(pool(int(free * 0.85) // PAGE * PAGE, prefetch=AHEAD[name]))
+            kvs = [[growable(own, most, batch, 0, HEADS, DIM).append(x) for x in filled] for _ in layers]
+        elif name == "torch.cat":
+            kvs = [[x.contiguous() for x in filled] for _ in layers]
+        else:
+            kvs = [[pad(x, (0, 0, 0, 0, 0, most - first)) for x in filled] for _ in layers]
+        output = q
+
+        def step(at: int) -> None:
+            nonlocal output
+            with vtensor.lease([t for kv in kvs for t in kv]) if own else contextlib.nullcontext():
+                for kv in kvs:
+                    output = sdpa(q, *append(name, kv, new, first + at))
+
+        times = [1e3 * clock(partial(step, at), synchronize) for at in range(steps)]
+        used = own.stats().pages_used * PAGE if own else torch_memory()[0] - peak
+        figure(f"step of {name}, {what}", times, "ms", "host clock, to the end of the device's work")
+        figure(f"step that begins a page, {name}, {what}", times[steps // 2 : steps // 2 + 1], "ms")
+        fact(f"memory of {name}, {what}, times what the positions need", round(used / needed, 3))
+        return output
 
 
 # --- The program: it asks one question after the other
 
-ORDER = (0, 8, 11, 3, 1, 10, 2, 12, 7, 9, 4, 6, 5)  # what is known soonest first, what takes longest last
+
+class Question(NamedTuple):
+    ask: Work
+    seconds: int  # the most it may take; most take less
+    text: str
+    while_building: bool = False  # it needs no vtensor and measures nothing, so a compiler may run beside it
+
+
+# What is known soonest first, what takes longest last.
+QUESTIONS = {
+    0: Question(record, 40, "What does the driver answer to VMM calls, wrong ones too?", True),
+    8: Question(faults, 45, "A write through a read-only alias, a read past the end?", True),
+    11: Question(pointers, 25, "Which addresses may a Triton kernel be given?", True),
+    3: Question(waiting, 25, "Which driver calls wait for running kernels?"),
+    1: Question(calls, 40, "What does every VMM call cost; what do merging and kept handles save?"),
+    10: Question(stream_wait, 55, "May the GPU itself wait for a mapping (cuStreamWaitValue32)?"),
+    2: Question(beside_kernels, 35, "Fresh mapping beside kernels: is it right, what does it cost?"),
+    12: Question(handle_types, 15, "What does cuMemCreate cost with a shareable handle type?"),
+    7: Question(graphs, 25, "Does a captured CUDA graph go on while the tensor grows beneath it?"),
+    9: Question(torch_copies, 35, "Deepcopy and save of a view whose storage has holes?"),
+    4: Question(attention, 90, "Attention over a VTensor against the same over plain memory?"),
+    6: Question(decode, 180, "Decoding: torch.cat, preallocated, VTensor, VTensor with the worker?"),
+    5: Question(layer_groups, 30, "What does sharing a page between layers cost the kernel?"),
+}
 RESULTS = Path(__file__).parent / "results"
-LEAST_SECONDS = 8  # to import torch, start CUDA and find anything
+LEAST_SECONDS = 8  # to start CUDA and find anything
+
+
+def describe() -> None:
+    """Finds the machine, if it has a GPU."""
+    if torch.cuda.is_available():
+        find("run", date=today(), quick=quick, **machine.describe("cuda"))
 
 
 def line_of(finding: Finding) -> str:
@@ -1445,70 +1309,58 @@ def chosen(text: str) -> list[int]:
     numbers = named if named is not None else {int(part) for part in text.split(",")}
     if unknown := numbers - set(QUESTIONS):
         raise argparse.ArgumentTypeError(f"no question has the number {', '.join(map(str, unknown))}")
-    return [number for number in ORDER if number in numbers]
+    return [number for number in QUESTIONS if number in numbers]
+
+
+def asked(number: int) -> Iterator[Finding]:
+    """What is found; at last an error, unless the question was asked to its end."""
+    question = QUESTIONS[number]
+    seconds = bounded(question.seconds)
+    print(f"\n{number}. {question.text} (at most {seconds:.0f} s)", flush=True)
+    if seconds < LEAST_SECONDS:
+        yield {"kind": "error", "text": OUT_OF_TIME}
+        return
+    for found in apart(question.ask, question.seconds):
+        if found["kind"] != "end":
+            yield found
+        elif found["text"] != "exited with 0":
+            yield {"kind": "error", "text": f"the process {found['text']}"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """1 where a question failed or was not reached; no figure is judged."""
-    global quick, deadline
+    global deadline
     begun = time.time()
     numbers = ", ".join(f"{number} {question.ask.__name__}" for number, question in sorted(QUESTIONS.items()))
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, epilog=numbers)
     only = "numbers of questions; or `first`, those that can be asked while vtensor is built, or `rest`"
-    parser.add_argument("--only", type=chosen, default=list(ORDER), metavar="N,N", help=only)
+    parser.add_argument("--only", type=chosen, default=list(QUESTIONS), metavar="N,N", help=only)
     parser.add_argument("--minutes", type=float, default=8, help="all of it ends within these (default 8)")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS), metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="small sizes, which measure nothing")
-    parser.add_argument("--apart", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    quick = options.quick
-    if options.apart:
-        deadline = begun + options.seconds
-        return in_process(*options.apart)
-    if not (head := describe()):
+    head, *_ = apart(describe, seconds=60)
+    if head["kind"] != "run":
         parser.error("torch finds no GPU here")
+    deadline = begun + options.minutes * 60 - 4
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # through the `finally`s
     options.out.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^a-z0-9]+", "-", head["gpu"].lower()).strip("-")
     path, failed, unanswered = options.out / f"{name}-{today()}.jsonl", False, []
     with path.open("a", buffering=1) as file:
-        file.write(json.dumps({"kind": "run", "date": today(), "quick": quick, **head}) + "\n")
-        for asked in options.only:
-            seconds = min(PATIENCE * QUESTIONS[asked].seconds, begun + options.minutes * 60 - time.time() - 5)
-            print(f"\n{asked}. {QUESTIONS[asked].text} (at most {seconds:.0f} s)", flush=True)
-            found: list[Finding] = []
-
-            def note(finding: Finding, asked: int = asked, found: list[Finding] = found) -> None:
-                found.append(finding)
-                file.write(json.dumps({"question": asked, **finding}) + "\n")
-                if line := line_of(finding):
+        file.write(json.dumps(head) + "\n")
+        for number in options.only:
+            lacks = False
+            for found in asked(number):
+                file.write(json.dumps({"question": number, **found}) + "\n")
+                if line := line_of(found):
                     print(f"    {line}", flush=True)
-
-            code: int | None = 1
-            if seconds >= LEAST_SECONDS:
-                code = run_apart(QUESTIONS[asked].ask.__name__, (), seconds, note)
-                if code != 0:
-                    how = f"ran past {seconds:.0f} s" if code is None else f"ended with {code}"
-                    note({"kind": "error", "text": how})
-            failed |= code != 0
-            if code != 0 or any(finding.get("reason") == OUT_OF_TIME for finding in found):
-                unanswered.append(str(asked))
+                failed |= found["kind"] == "error"
+                lacks |= found["kind"] == "error" or found.get("reason") == OUT_OF_TIME
+            unanswered += [str(number)] if lacks else []
     print(f"\n{time.time() - begun:.0f} s; written: {path}")
     if unanswered:
         print(f"Not answered in full; in a second call: scripts/gpu.sh --only {','.join(unanswered)}")
     return int(failed)
-
-
-def in_process(name: str, *arguments: str) -> int:
-    faulthandler.enable()
-    code = 0
-    try:
-        globals()[name](*arguments)
-    except Exception as error:
-        find("error", text=first_line(error))
-        code = 1
-    os._exit(code)  # a device in error, or a stream that waits, would hold an orderly exit up
 
 
 if __name__ == "__main__":

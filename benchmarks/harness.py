@@ -13,6 +13,7 @@ import gc
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from time import perf_counter_ns
 
 import torch
@@ -95,10 +96,13 @@ class Figure:
         object.__setattr__(self, "passed", None if self.bar is None else self.bar.holds(self.value.median))
 
 
-def interleave(samples: Mapping[str, Sample], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+def interleave(
+    samples: Mapping[str, Sample], rounds: int | Iterable[int], warmup: int = 1
+) -> dict[str, list[float]]:
     """Takes one sample of each in every round, in an order that changes, with the collector off.
 
-    The order is shuffled because what ran just before decides what is in the processor's caches.
+    The order is shuffled because what ran just before decides what is in the processor's caches. ``rounds``
+    may also be what counts them, such as a generator that stops in time.
     """
     order = random.Random(0)
     names = list(samples)
@@ -107,7 +111,7 @@ def interleave(samples: Mapping[str, Sample], rounds: int, warmup: int = 1) -> d
     gc.collect()
     gc.disable()
     try:
-        for done in range(-warmup, rounds):
+        for done in chain(range(-warmup, 0), range(rounds) if isinstance(rounds, int) else rounds):
             order.shuffle(names)
             for name in names:
                 seconds = samples[name]()

@@ -21,8 +21,15 @@ def describe(device: str) -> dict[str, str | int]:
         "torch": torch.__version__,
     }
     if device == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["cuda"] = torch.version.cuda or ""
+        gpu, driver = torch.cuda.get_device_properties(0), Path("/proc/driver/nvidia/version")
+        facts |= {
+            "gpu": gpu.name,
+            "gpu_memory_gib": round(gpu.total_memory / 2**30),
+            "gpu_processors": gpu.multi_processor_count,
+            "gpu_l2_mib": getattr(gpu, "L2_cache_size", 0) >> 20,
+            "cuda": torch.version.cuda or "",
+            "driver": driver.read_text().splitlines()[0] if driver.exists() else "unknown",
+        }
     return facts
 
 

@@ -82,26 +82,26 @@ def hold(stream: Stream, flag: torch.Tensor) -> None:
     stream.put(wait)
 
 
-def pool(**options: Any) -> Any:
+def pool(budget: int, page_size: int = gpu.PAGE, prefetch: int = 0, **options: Any) -> Any:
     from vtensor import testing  # not where a question needs no vtensor: it takes a second
 
+    options |= {"budget": budget, "page_size": page_size, "prefetch": prefetch}
     return testing.simulated_cuda_pool(os.environ["VTENSOR_SIMCUDA"], **options)
 
 
 STAND_INS: dict[str, Any] = {
-    "COMMAND": [sys.executable, __file__],
+    "quick": True,
     "PATIENCE": 4.0,
     "DEVICE": torch.device("cpu"),
-    "describe": lambda: {"gpu": "none: the simulated libcuda (test double)"},
+    "describe": lambda: gpu.find("run", gpu="none: the simulated libcuda (test double)"),
     "new_stream": Stream,
     "launch": launch,
     "mark": mark,
     "synchronize": synchronize,
     "spin": lambda stream, seconds: stream.put(lambda: time.sleep(seconds)),
-    "new_flag": lambda: torch.zeros(1, dtype=torch.int32),
     "hold": hold,
     "pool": pool,
-    "captured": lambda work, warmup=3: work,
+    "captured": lambda work: work,
     "torch_memory": lambda forget=False: (0, 1 << 30),
 }
 
@@ -109,4 +109,4 @@ STAND_INS: dict[str, Any] = {
 if __name__ == "__main__":
     torch.set_num_threads(1)  # what is tested is not how fast it runs, and others may need the cores
     vars(gpu).update(STAND_INS)
-    sys.exit(gpu.main(["--quick", "--minutes", "20", *sys.argv[1:]]))
+    sys.exit(gpu.main(["--minutes", "20", *sys.argv[1:]]))

@@ -10,10 +10,10 @@ import contextlib
 import ctypes
 import inspect
 import json
+import re
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 import gpu_stand_in  # noqa: E402
 from benchmarks import gpu  # noqa: E402
-from benchmarks.gpu import ORDER, OUT_OF_TIME, PAGE, QUESTIONS, End, Pages, must, reserve, tensor_at  # noqa: E402
+from benchmarks.gpu import OUT_OF_TIME, PAGE, QUESTIONS, Pages, must, reserve, tensor_at  # noqa: E402
 
 pytestmark = [needs_simcuda, pytest.mark.seconds(500)]
 STAND_IN = Path(__file__).with_name("gpu_stand_in.py")
@@ -85,7 +85,6 @@ def test_the_questions_find_what_the_simulation_is(gpu_answers):
     figures = {
         one["name"] for found in gpu_answers.found.values() for one in found if one["kind"] == "figure"
     }
-    assert set(ORDER) == set(QUESTIONS)
     for call in ("reserve", "create", "map", "set-access", "unmap, handle kept", "address-free"):
         assert {f"{call}, 2 MiB", f"{call}, 4 MiB"} <= figures
     assert by_call["VMM calls in a thread without a context"].count("CUDA_SUCCESS") == 7
@@ -118,7 +117,7 @@ def session(monkeypatch):
     """What the questions find in this process."""
     monkeypatch.setenv("VTENSOR_SIMCUDA", str(simcuda_library()))
     load_simulated_libcuda()
-    for name, stand_in in {**gpu_stand_in.STAND_INS, "quick": True, "deadline": time.time() + 100}.items():
+    for name, stand_in in {**gpu_stand_in.STAND_INS, "deadline": time.time() + 100}.items():
         monkeypatch.setattr(gpu, name, stand_in)
     found: list[dict] = []
     monkeypatch.setattr(gpu, "find", lambda kind, **finding: found.append({"kind": kind, **finding}))
@@ -144,7 +143,7 @@ def test_a_call_that_waits_for_the_kernel_is_noticed(session):
         return (0,)
 
     def of(call, load=load) -> list[bool | None]:
-        return [gpu.waited(stream, load, call, defaultdict(list)) for _ in range(3)]
+        return [gpu.waited(stream, load, call)[1] for _ in range(3)]
 
     assert gpu.verdict(of(waits)) == "3 of 3: it WAITS"
     assert gpu.verdict(of(lambda: (0,))) == "0 of 3: it does not wait"
@@ -157,7 +156,7 @@ def test_a_deadlock_is_noticed_and_ended(session, monkeypatch):
     def maps_and_waits_for_all_streams(pages: Pages) -> tuple[int]:
         pages.put(6, 0)
         gpu.synchronize()
-        return (0,)
+        return pages.unmap(6)
 
     def calls_on(pages: Pages):
         return {"waits": (lambda: maps_and_waits_for_all_streams(pages), bool)}
@@ -165,8 +164,7 @@ def test_a_deadlock_is_noticed_and_ended(session, monkeypatch):
     monkeypatch.setattr(gpu, "calls_on", calls_on)
     monkeypatch.setattr(gpu, "rounds", lambda *_, **__: range(1))
     gpu.while_waiting("waits")
-    assert gpu.RESCUED in End(0, session).facts
-    assert End(None, []).text == "hung, and was killed"
+    assert gpu.RESCUED in facts(session)
 
 
 @pytest.mark.parametrize(("setting", "pointers"), [(0, 3), (1, 5), (2, 5), (3, 7)])
@@ -243,31 +241,25 @@ def test_the_worker_is_measured_and_launches_are_leased(session, monkeypatch):
 # -- the runner
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "seconds", "status", "said"),
+    ("work", "seconds", "end"),
     [
-        ("import ctypes; ctypes.string_at(0)", 60, -11, []),
-        ("import time; time.sleep(600)", 30, None, []),
-        ("raise ValueError('on purpose')", 60, 1, ["ValueError: on purpose"]),
-        ("pass", 60, 0, []),
+        (lambda: ctypes.string_at(0), 60, "was ended by SIGSEGV"),
+        (lambda: time.sleep(600), 1, "hung, and was killed"),
+        (lambda: ctypes.pythonapi.sleep(600), 1, "hung, and was killed"),  # it keeps the interpreter's lock
+        (lambda: int("x"), 60, "exited with 1 (ValueError: invalid literal for int() with base 10: 'x')"),
+        (lambda: None, 60, "exited with 0"),
     ],
 )
-def test_what_was_found_outlives_the_process_that_found_it(monkeypatch, code, seconds, status, said):
-    finder = (
-        "from benchmarks import gpu; gpu.ends = lambda code: (gpu.fact('before', 1), exec(code)); gpu.main()"
-    )
-    monkeypatch.setattr(gpu, "COMMAND", [sys.executable, "-c", finder])
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    found: list[dict] = []
+def test_what_was_found_outlives_the_process_that_found_it(work, seconds, end):
     begun = time.monotonic()
-    assert gpu.run_apart("ends", [code], seconds, found.append) == status
-    assert time.monotonic() - begun < seconds + 30
+    found = list(gpu.apart(lambda: (gpu.fact("before", 1), work()), seconds))
+    assert time.monotonic() - begun < 30
     assert facts(found) == {"before": 1}
-    assert [one["text"] for one in found if one["kind"] == "error"] == said
+    assert found[-1] == {"kind": "end", "text": end}
+    assert [one["text"] for one in found if one["kind"] == "error"] == re.findall(r"\((.*)\)$", end)
 
 
-@pytest.mark.slow
 def test_what_was_found_is_kept_where_the_run_is_ended_from_outside(tmp_path):
     runner = start(tmp_path, "--only", "3")
     try:
@@ -284,7 +276,7 @@ def test_the_bounds_fit_the_time():
     assert sum(question.seconds for question in early) <= 180, "as long as the build"
     without = "import sys; sys.modules['vtensor'] = None; from benchmarks import gpu"
     subprocess.run([sys.executable, "-c", without], cwd=ROOT, check=True, timeout=100)
-    for name in ("record", "faults", "pointers", "play_case", "fault"):
+    for name in ("record", "faults", "pointers", "play_cases", "fault"):
         assert "vtensor" not in inspect.getsource(getattr(gpu, name)), "they need no vtensor"
     short = [q for q in QUESTIONS.values() if not q.while_building and q.seconds < 60]
     assert sum(question.seconds for question in short) <= 480 - 140, "with the tests of mappings and tensors"
@@ -293,14 +285,15 @@ def test_the_bounds_fit_the_time():
 def test_a_question_that_the_time_does_not_reach_is_named_with_the_call_that_asks_it(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(gpu, "describe", gpu_stand_in.STAND_INS["describe"])
+    def apart(work, seconds):
+        if work is gpu.describe:
+            yield {"kind": "run", "gpu": "none"}
+        if work is QUESTIONS[5].ask:
+            yield {"kind": "skipped", "name": "a", "reason": OUT_OF_TIME}
+        yield {"kind": "end", "text": f"exited with {int(work is QUESTIONS[3].ask)}"}
 
-    def run(name, arguments, seconds, found):
-        if name == QUESTIONS[5].ask.__name__:
-            found({"kind": "skipped", "name": "a", "reason": OUT_OF_TIME})
-        return int(name == QUESTIONS[3].ask.__name__)
-
-    monkeypatch.setattr(gpu, "run_apart", run)
+    monkeypatch.setattr(gpu, "apart", apart)
+    monkeypatch.setattr(gpu, "deadline", gpu.deadline)
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
     assert gpu.main(["--out", str(tmp_path)]) == 1
     assert "in a second call: scripts/gpu.sh --only 3,5\n" in capsys.readouterr().out
