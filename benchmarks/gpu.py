@@ -201,6 +201,7 @@ def error_of(*works: Work) -> str:
 # --- The first GPU: through torch, in functions for which tests put stand-ins, and through cuda-bindings
 
 DEVICE = torch.device("cuda", 0)
+LIBRARY = ""  # over which another process reads; empty: the libcuda of the system
 new_stream: Callable[[], Any] = torch.cuda.Stream
 synchronize: Work = torch.cuda.synchronize
 
@@ -1249,6 +1250,40 @@ def grow(name: str, batch: int, length: int, what: str, needed: int) -> torch.Te
         return output
 
 
+# --- 13. Another process, which waits in a pipe, reads what is on the device
+
+
+def readers() -> None:
+    from .sharing import Holder, checksum
+
+    count = pick(1 << 29, 4 << 20)
+    with pool(4 * count + 64 * PAGE, shareable=True) as own:
+        fact("how pages go to another process", own.stats().sharing)
+        t = growable(own, count + 64 * PAGE, count, grow_dim=0).normal_()
+        holder = Holder(multiprocessing.get_context("spawn"), LIBRARY)
+
+        def hand_over() -> float:
+            taken = holder.give(t)
+            holder.tell("drop")
+            return 1e3 * taken
+
+        hand_over()  # for the first, that process makes a context
+        taken = [hand_over() for _ in rounds(20, 2, seconds=5)]
+        what = f"handing {t.nbytes >> 20:,} MiB to a waiting process"
+        figure(what, taken, "ms", "host clock, to its arrival there")
+        holder.give(t)
+        figure("sync, nothing new", [1e6 * holder.tell("sync") for _ in rounds(1000, 3, seconds=3)])
+        taken = []
+        for _ in rounds(50, 3, seconds=5):
+            t.extend(PAGE // t.itemsize)
+            taken.append(1e6 * holder.tell("sync"))
+        figure("sync, one new page", taken)
+        t.normal_()
+        synchronize()
+        fact("a copy read there is equal", holder.tell("checksum") == checksum(t))
+        holder.end()
+
+
 # --- The program: it asks one question after the other
 
 
@@ -1270,6 +1305,7 @@ QUESTIONS = {
     2: Question(beside_kernels, 35, "Fresh mapping beside kernels: is it right, what does it cost?"),
     12: Question(handle_types, 15, "What does cuMemCreate cost with a shareable handle type?"),
     7: Question(graphs, 25, "Does a captured CUDA graph go on while the tensor grows beneath it?"),
+    13: Question(readers, 40, "Another process reads a growing tensor: what do handing over and sync cost?"),
     9: Question(torch_copies, 35, "Deepcopy and save of a view whose storage has holes?"),
     4: Question(attention, 90, "Attention over a VTensor against the same over plain memory?"),
     6: Question(decode, 180, "Decoding: torch.cat, preallocated, VTensor, VTensor with the worker?"),

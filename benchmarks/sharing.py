@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
+import zlib
 from multiprocessing.connection import Connection
 from time import perf_counter_ns
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import vtensor
+from vtensor import sharing
 
 from .append import HEAD_DIM, HEADS, Steps
 from .harness import (
@@ -44,14 +46,19 @@ PAGE = 64 << 10
 milliseconds = Comparison("ms", lambda ours, _baseline: ours * 1e3)
 
 
-def hold(queue: Any, pipe: Connection) -> None:
-    """In a process of its own: holds what it gets, tells when it came, and syncs it when asked."""
+def checksum(t: torch.Tensor) -> int:
+    """Of a copy."""
+    return zlib.crc32(t.clone().cpu().view(torch.uint8).numpy())
+
+
+def hold(pipe: Connection, library: str) -> None:
+    """In a process of its own: holds what it gets, tells when it came, and does with it what it is told."""
+    sharing.cuda_library = library
     while True:
-        held = queue.get()
+        held = pipe.recv()
         pipe.send(perf_counter_ns())
-        while pipe.recv() == "sync":
-            held.sync()
-            pipe.send(None)
+        while (command := pipe.recv()) != "drop":
+            pipe.send(checksum(held) if command == "checksum" else clock(held.sync))
         if type(held) is not torch.Tensor:
             held.close()
         del held
@@ -59,25 +66,25 @@ def hold(queue: Any, pipe: Connection) -> None:
 
 
 class Holder:
-    """A process that holds one object at a time."""
+    """A process that holds one object at a time. On a GPU it may have a `library` that simulates one."""
 
-    def __init__(self, context: Any) -> None:
-        self._queue = context.Queue()
+    def __init__(self, context: Any, library: str = "") -> None:
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=hold, args=(self._queue, theirs), daemon=True)
+        self.process = context.Process(target=hold, args=(theirs, library), daemon=True)
         self.process.start()
         theirs.close()
 
     def give(self, what: object) -> float:
         """Seconds from here to there."""
         start = perf_counter_ns()
-        self._queue.put(what)
+        self._pipe.send(what)
         arrived: int = self._pipe.recv()
         return (arrived - start) / 1e9
 
-    def tell(self, command: str) -> None:
+    def tell(self, command: str) -> Any:
+        """Of "sync": the seconds that it took."""
         self._pipe.send(command)
-        self._pipe.recv()
+        return self._pipe.recv()
 
     def end(self) -> None:
         self.process.terminate()

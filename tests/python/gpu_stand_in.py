@@ -93,6 +93,7 @@ STAND_INS: dict[str, Any] = {
     "quick": True,
     "PATIENCE": 4.0,
     "DEVICE": torch.device("cpu"),
+    "LIBRARY": os.environ.get("VTENSOR_SIMCUDA", ""),
     "describe": lambda: gpu.find("run", gpu="none: the simulated libcuda (test double)"),
     "new_stream": Stream,
     "launch": launch,

@@ -107,6 +107,9 @@ def test_the_questions_find_what_the_simulation_is(gpu_answers):
     assert "flash_attn" in skipped["FlashAttention 2"] and "create, a POSIX descriptor / none" in figures
     assert gpu_answers.facts[12]["cuMemCreate with fabric"] == "CUDA_ERROR_NOT_SUPPORTED"
     assert set(gpu_answers.facts[10].values()) == {"no deadlock, 0 wrong elements"}
+    shared = {"how pages go to another process": "descriptors", "a copy read there is equal": True}
+    assert gpu_answers.facts[13] == shared
+    assert {"handing 8 MiB to a waiting process", "sync, nothing new", "sync, one new page"} <= figures
 
 
 # -- what a question must notice
