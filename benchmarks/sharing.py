@@ -51,11 +51,11 @@ def checksum(t: torch.Tensor) -> int:
     return zlib.crc32(t.clone().cpu().view(torch.uint8).numpy())
 
 
-def hold(pipe: Connection, library: str) -> None:
+def hold(queue: Any, pipe: Connection, library: str) -> None:
     """In a process of its own: holds what it gets, tells when it came, and does with it what it is told."""
     sharing.cuda_library = library
     while True:
-        held = pipe.recv()
+        held = queue.get()
         pipe.send(perf_counter_ns())
         while (command := pipe.recv()) != "drop":
             pipe.send(checksum(held) if command == "checksum" else clock(held.sync))
@@ -69,15 +69,16 @@ class Holder:
     """A process that holds one object at a time. On a GPU it may have a `library` that simulates one."""
 
     def __init__(self, context: Any, library: str = "") -> None:
+        self._queue = context.Queue()
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=hold, args=(theirs, library), daemon=True)
+        self.process = context.Process(target=hold, args=(self._queue, theirs, library), daemon=True)
         self.process.start()
         theirs.close()
 
     def give(self, what: object) -> float:
         """Seconds from here to there."""
         start = perf_counter_ns()
-        self._pipe.send(what)
+        self._queue.put(what)
         arrived: int = self._pipe.recv()
         return (arrived - start) / 1e9
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cuda_support import device, load_simulated_libcuda, needs_simcuda
+from support import simcuda_control
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
@@ -38,6 +39,7 @@ def driver() -> Iterator[None]:
         yield
         gpu.must(gpu.cuda.cuCtxSetCurrent(gpu.cuda.CUcontext(0)))
         gpu.must(gpu.cuda.cuDevicePrimaryCtxRelease(0))
+    simcuda_control().simcuda_reset()  # what cases leave is given back by their process's end on a GPU
 
 
 def differences(lines: list[gpu.Line]) -> list[str]:

@@ -131,6 +131,7 @@ def session(monkeypatch):
     gpu_stand_in.synchronize()
     must(gpu.cuda.cuCtxSetCurrent(gpu.cuda.CUcontext(0)))
     must(gpu.cuda.cuDevicePrimaryCtxRelease(0))
+    simcuda_control().simcuda_reset()  # a question's process ends with what it mapped
 
 
 def test_a_call_that_waits_for_the_kernel_is_noticed(session):
