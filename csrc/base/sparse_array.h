@@ -23,7 +23,8 @@ class SparseArray {
 
   // Prefetches what says where element i is, and then, if it is present, the element.
   void prefetch_place(std::size_t i) const {
-    if (i / kChunk < chunks_.size()) __builtin_prefetch(&chunks_[i / kChunk]);
+    if (i / kChunk < chunks_.size())
+      __builtin_prefetch(static_cast<const void*>(&chunks_[i / kChunk]));
   }
   void prefetch(std::size_t i) const {
     if (i / kChunk < chunks_.size() && chunks_[i / kChunk] != nullptr)

@@ -356,8 +356,10 @@ RangeReaders::~RangeReaders() {
     for (const auto& range : ranges_) range->end();
   } catch (...) {
     // Left over, with their places, so that the writer keeps pages that kernels may still read.
-    for (auto& range : ranges_) static_cast<void>(range.release());
-    static_cast<void>(memory_.release());
+    for (auto& range : ranges_) {
+      [[maybe_unused]] const RangeReader* const left = range.release();
+    }
+    [[maybe_unused]] const WriterMemory* const left = memory_.release();
   }
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -64,7 +65,7 @@ WriterMemory::WriterMemory(Descriptor descriptor, const shared::Facts& facts, Cu
       file_pages_(size_of(descriptor) / facts.page_size),
       driver_(make_driver(descriptor, facts, std::move(cuda))),
       work_(*driver_) {
-  if (exports_ != ExportKind::file) socket_.emplace(descriptor.take());
+  if (exports_ != ExportKind::file) socket_ = std::make_unique<PageSocket>(descriptor.take());
 }
 
 bool WriterMemory::has(const shared::Facts& facts) const {

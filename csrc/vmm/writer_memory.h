@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -87,8 +86,8 @@ class WriterMemory {
   const FileId memory_;
   const std::size_t page_size_;
   std::uint64_t file_pages_ = 0;
-  std::optional<PageSocket> socket_;  // to the writer; none if its memory is a file
-  std::uint64_t asked_ = 0;           // the number of the last question
+  std::unique_ptr<PageSocket> socket_;  // to the writer; null if its memory is a file
+  std::uint64_t asked_ = 0;             // the number of the last question
   std::unique_ptr<Driver> driver_;
   std::exception_ptr broken_;
   PendingWork work_;
