@@ -68,7 +68,7 @@ FORK = multiprocessing.get_context("fork")
 PATIENCE = 1.0  # times the seconds that a process may take; where tests run, others may need the cores
 quick = False  # small sizes, which measure nothing
 deadline = math.inf
-tell: Callable[[Finding], object] = print  # whoever started this process
+tell: Callable[[Finding], object] = print  # sends a finding to the process that forked this one
 
 
 def find(kind: str, **finding: Any) -> None:

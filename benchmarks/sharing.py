@@ -52,7 +52,7 @@ def checksum(t: torch.Tensor) -> int:
 
 
 def hold(queue: Any, pipe: Connection, library: str) -> None:
-    """In a process of its own: holds what it gets, tells when it came, and does with it what it is told."""
+    """In a process of its own: holds an object, answers with its time of arrival, and syncs it on request."""
     sharing.cuda_library = library
     while True:
         held = queue.get()

@@ -24,6 +24,7 @@ namespace vtensor {
 #define VTENSOR_SHARED_CALLS(X) \
   X(open)                       \
   X(fcntl) /* F_OFD_SETLK */    \
+  X(eventfd)                    \
   X(socketpair)                 \
   X(sendmsg)
 

@@ -233,8 +233,7 @@ void CudaDriver::probe_exports() {
   try {
     const ExportedPage exported = export_page(page);
     const Descriptor descriptor(exported.descriptor);
-    const Handle imported = import_page(exported, traits_.exports);
-    if (imported != page) destroy(imported, 1);
+    destroy(import_page(exported, traits_.exports), 1);
   } catch (const DriverError&) {
     destroy(page, 1);
     throw;
@@ -351,13 +350,10 @@ ExportedPage CudaDriver::export_page(Handle handle) {
   if (!handles_.contains(handle))
     throw Error("[driver.export_page] page ", handle, " was asked for, which is no page any more");
   ExportedPage page;
-  if (traits_.exports == ExportKind::fabric) {
-    cuda_.require_at("export_page", cuda_.cuMemExportToShareableHandle, 0, traits_.page_size,
-                     page.fabric.data(), handle, CU_MEM_HANDLE_TYPE_FABRIC, 0);
-  } else {
-    cuda_.require_at("export_page", cuda_.cuMemExportToShareableHandle, 0, traits_.page_size,
-                     &page.descriptor, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
-  }
+  void* const name = traits_.exports == ExportKind::fabric ? static_cast<void*>(page.fabric.data())
+                                                           : &page.descriptor;
+  cuda_.require_at("export_page", cuda_.cuMemExportToShareableHandle, 0, traits_.page_size, name,
+                   handle, properties_.requestedHandleTypes, 0);
   return page;
 }
 

@@ -67,7 +67,7 @@ enum class ExportKind : std::uint8_t {
   fabric,       // 64 bytes for each page
 };
 
-// What another process gets a page by. Who has it closes the descriptor.
+// What another process gets a page by. The caller closes the descriptor.
 struct ExportedPage {
   int descriptor = -1;
   std::array<std::byte, 64> fabric{};
@@ -159,7 +159,7 @@ class Driver {
   virtual std::size_t free_memory() = 0;
 
   // Exports the page with this handle; of ExportKind::file the file, opened for reading, whatever
-  // the handle is. Throws Error if there is no such page, or no page is exported.
+  // the handle is. Requires: traits().exports is not none. Throws Error if there is no such page.
   virtual ExportedPage export_page(Handle handle) = 0;
   // A handle for a page that another process's driver exported as descriptors or fabric do. The
   // descriptor stays the caller's. `destroy` gives the handle back, not the memory.

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <system_error>
 #include <utility>
@@ -39,7 +38,7 @@ struct PageSender::Sockets {
 
 PageSender::PageSender(const char* operation, const std::shared_ptr<PagePool>& pool)
     : sockets_(std::make_shared<Sockets>()) {
-  make_call(pool->driver().meter(), operation, Call::socketpair, EMFILE,
+  make_call(pool->driver().meter(), operation, Call::eventfd, EMFILE,
             "an eventfd for the thread that answers readers",
             "raise the limit on descriptors (ulimit -n), or close files", [&] {
               sockets_->waker.take(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -114,7 +113,8 @@ void PageSender::run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<
       polled.assign(1, {.fd = sockets->waker.descriptor(), .events = POLLIN, .revents = 0});
       for (const auto& socket : all)
         polled.push_back({.fd = socket->descriptor(), .events = POLLIN, .revents = 0});
-      if (poll(polled.data(), polled.size(), -1) < 0) throw std::bad_alloc();
+      if (poll(polled.data(), polled.size(), -1) < 0)
+        throw std::system_error(errno, std::generic_category());
       if (polled.front().revents != 0) {
         std::uint64_t woken = 0;
         static_cast<void>(!read(sockets->waker.descriptor(), &woken, sizeof woken));
@@ -123,7 +123,7 @@ void PageSender::run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<
         if (polled[i + 1].revents != 0 && !serve(*all[i], pool)) all[i].reset();
       }
       std::erase(all, nullptr);
-    } catch (const std::exception&) {  // no memory: a reader that has asked asks again
+    } catch (const std::exception&) {  // no memory
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
       std::erase(all, nullptr);
     }

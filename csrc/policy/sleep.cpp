@@ -181,11 +181,9 @@ void FallAsleep::await_work(PoolLock& lock) {
     return std::none_of(held_.begin(), held_.end(),
                         [](const auto& client) VT_LOCKED { return client->leased(); });
   });
-  std::vector<FencePtr> fences;
-  for (const std::shared_ptr<Client>& client : held_) {
-    const std::vector<FencePtr> more = client->fences();
-    fences.insert(fences.end(), more.begin(), more.end());
-  }
+  PendingWork work(driver);
+  for (const std::shared_ptr<Client>& client : held_) client->add_work_to(work);
+  std::vector<FencePtr> fences = work.fences();
   pool_->await(lock, caller_.operation, "work on the device that may use the pages",
                [&] { return all_passed(driver, fences); });
 }

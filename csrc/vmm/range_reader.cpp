@@ -293,7 +293,7 @@ RangeReaders::RangeReaders(std::span<const Descriptor> files, Descriptor memory,
   for (const Descriptor& file : files) {
     facts.push_back(RangeReader::checked(file, std::exchange(words, 0)));
   }
-  if (facts.empty()) return;
+  if (facts.empty()) refuse_received("it has no range");
   memory_ = std::make_unique<WriterMemory>(std::move(memory), facts.front(), cuda);
   for (const shared::Facts& one : facts) {
     if (!memory_->has(one)) refuse_received("its ranges are not of one pool");
@@ -350,7 +350,7 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
 
 RangeReaders::~RangeReaders() {
   // The end of the host's driver unmaps all, and cannot be refused.
-  if (!memory_ || !memory_->driver().traits().asynchronous) return;
+  if (!memory_->driver().traits().asynchronous) return;
   try {
     memory_->await_own_work();
     for (const auto& range : ranges_) range->end();

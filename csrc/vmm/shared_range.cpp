@@ -91,8 +91,7 @@ void SharedRange::publish() noexcept {
   change.end.store(changed_.end, std::memory_order_release);
   if (header.end.load(std::memory_order_relaxed) < changed_.end)
     header.end.store(changed_.end, std::memory_order_release);
-  // Before `oldest_held` looks: a reader that it does not see yet sees this
-  // version.
+  // Before `oldest_held` looks: a reader that it does not see yet sees this version.
   header.table_version.store(version_, std::memory_order_seq_cst);
   changed_ = {};
   changing_ = false;

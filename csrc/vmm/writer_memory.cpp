@@ -121,9 +121,8 @@ PageMessage WriterMemory::ask(std::span<const Handle> theirs) {
   question.number = ++asked_;
   question.memory = memory_;
   question.handles.assign(theirs.begin(), theirs.end());
-  if (driver_->meter().enter(Call::sendmsg))
-    throw refused(kOperation, Call::sendmsg, ENOBUFS, "a question to the writer", "try again");
-  if (const int error = socket_->send(question)) {
+  const bool injected = driver_->meter().enter(Call::sendmsg);
+  if (const int error = injected ? ENOBUFS : socket_->send(question)) {
     if (PageSocket::is_end(error)) throw ended();
     throw refused(kOperation, Call::sendmsg, error, "a question to the writer", "try again");
   }

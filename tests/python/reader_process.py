@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
+import vtensor
 from support import simcuda_library
-from vtensor import VTensor, VTensorError, sharing  # noqa: F401 - for expressions
+from vtensor import VTensor, VTensorError, _core, sharing  # noqa: F401 - for expressions
 from vtensor.sharing import CacheReader
 
+HANDLES = {"descriptors": 1, "fabric": 9}  # types of handles that the simulated device takes
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch"])
 PATIENCE = 60
@@ -35,6 +37,18 @@ def limit_descriptors(more: int) -> None:
     """This process may open so many descriptors more than it has."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + more, hard))
+
+
+def rows(pool: vtensor.Pool, n: int = 0, capacity: int = 4096, **options: Any) -> VTensor:
+    """Two rows of `n` positions of 256 bytes."""
+    t = vtensor.empty(2, 0, 64, grow_dim=1, capacity=capacity, pool=pool, **options)
+    return t.append(torch.randn(2, n, 64))
+
+
+def receive(t: VTensor) -> _core.ReaderCore:
+    """A reader of `t` in this process, down in the core."""
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    return _core.ReaderCore(memory, ranges, 2, str(simcuda_library() or ""))
 
 
 def checksum(t: torch.Tensor) -> int:

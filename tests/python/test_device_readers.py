@@ -21,14 +21,13 @@ import torch
 
 import vtensor
 from cuda_support import device, needs_simcuda
-from reader_process import ReaderProcess, limit_descriptors
+from reader_process import HANDLES, ReaderProcess, limit_descriptors, receive, rows
 from support import simcuda_disarm, simcuda_leaks, simcuda_library
 from vtensor import _core
 
 pytestmark = needs_simcuda
 
 PAGE = 4096
-HANDLES = {"descriptors": 1, "fabric": 9}  # types of handles that the device takes
 
 
 @pytest.fixture(params=HANDLES)
@@ -40,18 +39,6 @@ def way(request):
 @pytest.fixture
 def make_pool(pool_factory, sim):
     return lambda pages=256, **kw: pool_factory("simcuda", pages, shareable=True, **kw)
-
-
-def rows(pool, n, capacity=4096):
-    """Two rows of `n` positions of 256 bytes."""
-    t = vtensor.empty(2, 0, 64, grow_dim=1, capacity=capacity, pool=pool)
-    return t.append(torch.randn(2, n, 64))
-
-
-def receive(t):
-    """A reader in this process, down in the core."""
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
-    return _core.ReaderCore(memory, ranges, 2, str(simcuda_library()))
 
 
 def shown(core, t):
@@ -393,6 +380,14 @@ def test_a_question_for_what_is_no_page_is_refused(make_pool):
     os.close(ranges[0])
 
 
+def test_what_has_no_range_is_refused(make_pool):
+    t = rows(make_pool(), 10)
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    os.close(ranges[0])
+    with pytest.raises(vtensor.InvalidArgument, match="it has no range"):
+        _core.ReaderCore(memory, [], 2, str(simcuda_library()))
+
+
 def test_a_message_that_is_none_ends_that_connection_alone(make_pool):
     t = rows(make_pool(), 10)
     memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
@@ -407,33 +402,32 @@ def test_a_message_that_is_none_ends_that_connection_alone(make_pool):
     core.close()
 
 
-def test_an_answer_that_is_none_is_refused(make_pool):
+@pytest.fixture
+def asked_by_a_reader(make_pool):
+    """A socket at which the test answers as a writer, the question that a sync asked there, and the sync."""
     t = rows(make_pool(), 10)
     memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
     os.close(memory)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     core = _core.ReaderCore(theirs.detach(), ranges, 2, str(simcuda_library()))
-    reading = Beside(core.sync)
-    ours.recv(10_000)
-    ours.send(b"nonsense")
-    assert isinstance(reading.ends(), vtensor.Closed)
+    syncing = Beside(core.sync)
+    yield ours, ours.recv(10_000), syncing
     ours.close()
     core.close()
 
 
-def test_an_answer_to_an_older_question_is_passed_over(make_pool):
-    t = rows(make_pool(), 10)
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
-    os.close(memory)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    core = _core.ReaderCore(theirs.detach(), ranges, 2, str(simcuda_library()))
-    reading = Beside(core.sync)
-    (number,) = struct.unpack_from("=Q", ours.recv(10_000))
+def test_an_answer_that_is_none_is_refused(asked_by_a_reader):
+    ours, _, syncing = asked_by_a_reader
+    ours.send(b"nonsense")
+    assert isinstance(syncing.ends(), vtensor.Closed)
+
+
+def test_an_answer_to_an_older_question_is_passed_over(asked_by_a_reader):
+    ours, question, syncing = asked_by_a_reader
+    (number,) = struct.unpack_from("=Q", question)
     for answered, text in ((number - 1, b"late"), (number, b"now")):
         ours.send(struct.pack("=QQQIIIBxxx", answered, 0, 0, 0, 0, len(text), 0) + text)
-    assert str(reading.ends()).endswith("no pages came from the writer: now")
-    ours.close()
-    core.close()
+    assert str(syncing.ends()).endswith("no pages came from the writer: now")
 
 
 def test_readers_of_a_pool_that_has_ended_say_so(make_pool):

@@ -21,7 +21,7 @@ import torch
 import vtensor
 from cuda_support import device
 from kv_support import make_cache
-from reader_process import ReaderProcess, checksum, named_memory
+from reader_process import HANDLES, ReaderProcess, checksum, named_memory, receive, rows
 from support import eventually, open_pool, simcuda_library
 from vtensor import _core, sharing, testing
 
@@ -47,9 +47,6 @@ def short_lived():
     yield make
     for one in made:
         one.end()
-
-
-HANDLES = {"descriptors": 1, "fabric": 9}  # what the simulated device takes
 
 
 @pytest.fixture(params=["file", *HANDLES])
@@ -81,18 +78,6 @@ def shareable(kind, budget=256, **options):
     if kind in HANDLES:
         return open_pool("simcuda", budget, PAGE, **options)
     return testing.host_pool(page_size=PAGE, budget=budget * PAGE, strict_holes=False, **options)
-
-
-def receive_here(t, words=2):
-    """A reader of `t` in this process, down in the core."""
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
-    return _core.ReaderCore(memory, ranges, words, sharing.cuda_library)
-
-
-def rows(pool, n=0, capacity=4096, **options):
-    """Two rows of `n` positions of 256 bytes."""
-    t = vtensor.empty(2, 0, 64, grow_dim=1, capacity=capacity, pool=pool, **options)
-    return t.append(torch.randn(2, n, 64))
 
 
 # -- a tensor
@@ -527,10 +512,10 @@ def test_readers_have_a_bound(pool):
     readers = []
     with pytest.raises(vtensor.VTensorError, match="128 places for readers"):
         for _ in range(200):
-            readers.append(receive_here(t))
+            readers.append(receive(t))
     assert len(readers) == 128
     readers.pop().close()
-    receive_here(t).close()
+    receive(t).close()
     for reader in readers:
         reader.close()
 
@@ -561,7 +546,7 @@ def test_each_refused_call_of_a_writer_leaves_it_as_it_was(pool):
 
 def test_a_refused_sync_shows_what_was_there(pool, kind):
     t = rows(pool, 10)
-    core = receive_here(t)
+    core = receive(t)
     core.sync()
     t.append(torch.randn(2, 500, 64))
     t.fork().append(torch.ones(2, 1, 64))

@@ -40,11 +40,9 @@ def drivers() -> list[Driver]:
 
 def _host() -> Driver:
     try:
-        with vtensor.Pool("cpu", prefetch=0) as pool:
+        with _pool("cpu") as pool:
             smallest = max(4096, os.sysconf("SC_PAGE_SIZE"))
-            return Driver(
-                "cpu", True, "memfd and mmap", smallest, pool.page_size, pool.budget, _sharing("cpu")
-            )
+            return _driver("cpu", "memfd and mmap", smallest, pool)
     except vtensor.VTensorError as error:
         return Driver("cpu", False, str(error))
 
@@ -52,20 +50,21 @@ def _host() -> Driver:
 def _cuda(index: int) -> Driver:
     device = f"cuda:{index}"
     try:
-        with vtensor.Pool(device, prefetch=0) as pool:
-            name = torch.cuda.get_device_name(index)
-            smallest, sharing = granularity(index), _sharing(device)
-            return Driver(device, True, name, smallest, pool.page_size, pool.budget, sharing)
+        with _pool(device) as pool:
+            return _driver(device, torch.cuda.get_device_name(index), granularity(index), pool)
     except vtensor.VTensorError as error:
         return Driver(device, False, str(error))
 
 
-def _sharing(device: str) -> str:
+def _pool(device: str) -> vtensor.Pool:
     try:
-        with vtensor.Pool(device, prefetch=0, shareable=True) as pool:
-            return pool.stats().sharing
-    except vtensor.InvalidArgument:
-        return "none"
+        return vtensor.Pool(device, prefetch=0, shareable=True)
+    except vtensor.InvalidArgument:  # other processes cannot read what is there
+        return vtensor.Pool(device, prefetch=0)
+
+
+def _driver(device: str, detail: str, smallest: int | None, pool: vtensor.Pool) -> Driver:
+    return Driver(device, True, detail, smallest, pool.page_size, pool.budget, pool.stats().sharing)
 
 
 def _why_no_cuda() -> str:
