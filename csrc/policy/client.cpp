@@ -100,6 +100,7 @@ bool Client::await_turn(PoolLock& lock, const Caller& caller) {
 
 void Client::hold(PoolLock& lock, const Caller& caller) {
   await_turn(lock, caller);
+  pool_->store().raise_if_broken();  // the page that could not be put back may be one of its own
   busy_ = true;
 }
 

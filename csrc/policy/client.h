@@ -80,7 +80,7 @@ class Client : public std::enable_shared_from_this<Client> {
    private:
     Client& client_;
   };
-  // Busy in two steps.
+  // Busy in two steps. Throws what await_turn throws, and DriverError on a broken pool.
   void hold(PoolLock& lock, const Caller& caller) VT_LOCKED;
   void end_hold() noexcept VT_LOCKED;
   // Waits until no thread makes driver calls for it, and what operations that failed had mapped is

@@ -267,6 +267,7 @@ std::size_t PageStore::sleep(PoolLock& lock, std::span<Page* const> pages) noexc
 }
 
 void PageStore::wake(std::span<Page* const> pages) {
+  raise_if_broken();
   std::vector<Page*> empty;
   for (Page* page : pages) {
     if (!page->resident) empty.push_back(page);

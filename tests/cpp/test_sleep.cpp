@@ -452,6 +452,11 @@ struct One {
     waking.finish(std::span(&number, 1));
   }
 
+  void break_down() {
+    const PoolLock lock(pool);
+    pool->store().break_down(std::make_exception_ptr(std::runtime_error("refused")));
+  }
+
   std::uint64_t number = 0;
   std::shared_ptr<PagePool> pool;
   std::shared_ptr<Buffer> buffer;
@@ -467,6 +472,31 @@ TEST_CASE_TEMPLATE("what uses a pool beside what sleeps and wakes", T, OnHost, O
 TEST_CASE_TEMPLATE("the same while the driver refuses calls (I8)", T, OnHost, OnSimulation) {
   hammer<T>({}, true);
   hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage}, true);
+}
+
+TEST_CASE_TEMPLATE("a broken pool neither falls asleep nor wakes", T, OnHost, OnSimulation) {
+  SUBCASE("falls asleep") {
+    One<T> one(3);
+    FallAsleep falling(one.pool);
+    falling.next_number();
+    falling.add(one.buffer);
+    one.break_down();
+    CHECK_THROWS_AS(falling.begin(kCaller), DriverError);
+    CHECK(falling.parts().empty());
+  }
+  SUBCASE("wakes") {
+    One<T> one(3);
+    one.sleep();
+    one.break_down();
+    const auto mappings = [&] {
+      const CallMeter& meter = one.pool->driver().meter();
+      return meter.count(ThreadRole::caller, Call::mmap) +
+             meter.count(ThreadRole::caller, Call::cuMemMap);
+    };
+    const std::uint64_t before = mappings();
+    CHECK_THROWS_AS(one.wake(), DriverError);
+    CHECK(mappings() == before);
+  }
 }
 
 TEST_CASE_TEMPLATE("memory that the driver did not take back shows zeros all the same", T, OnHost,
