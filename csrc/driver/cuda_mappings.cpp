@@ -1,6 +1,7 @@
 #include "driver/cuda_mappings.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/align.h"
 
@@ -19,7 +20,7 @@ void CudaMappings::give_back(Address range) {
   const std::size_t pages = ranges_.at(range);
   for (std::size_t i = 0; i < pages; ++i) unmap(range + i * page_size_, 1);
   cuda_.call_at(cuda_.cuMemAddressFree, range, pages * page_size_, range, pages * page_size_);
-  abandon(range);
+  take_records(range);
 }
 
 Address CudaMappings::reserve(std::size_t pages) {
@@ -44,16 +45,28 @@ void CudaMappings::free_range(Address range, std::size_t pages) {
   const RelaxedCapture relaxed(cuda_, "free_range");
   const std::size_t bytes = pages * page_size_;
   cuda_.check("free_range", Call::cuMemUnmap, uncover(holes_in(range, pages, true)));
-  cuda_.require_at("free_range", cuda_.cuMemAddressFree, range, bytes, range, bytes);
-  abandon(range);
+  // Before the call: another thread may reserve the addresses as soon as they are free.
+  Records freed = take_records(range);
+  const CUresult code = cuda_.call_at(cuda_.cuMemAddressFree, range, bytes, range, bytes);
+  if (code == CUDA_SUCCESS) return;
+  {
+    const std::lock_guard lock(records_);
+    ranges_.merge(freed.ranges);
+    holes_.merge(freed.holes);
+  }
+  cuda_.check("free_range", Call::cuMemAddressFree, code);
 }
 
-void CudaMappings::abandon(Address range) {
+CudaMappings::Records CudaMappings::take_records(Address range) {
+  Records taken;
   const std::lock_guard lock(records_);
-  const auto found = ranges_.find(range);
-  if (found == ranges_.end()) return;
-  holes_.erase(holes_.lower_bound(range), holes_.lower_bound(range + found->second * page_size_));
-  ranges_.erase(found);
+  auto known = ranges_.extract(range);
+  if (known.empty()) return taken;
+  const Address end = range + known.mapped() * page_size_;
+  taken.ranges.insert(std::move(known));
+  for (auto hole = holes_.lower_bound(range); hole != holes_.end() && hole->first < end;)
+    taken.holes.insert(holes_.extract(hole++));
+  return taken;
 }
 
 void CudaMappings::abandon() {

@@ -34,7 +34,7 @@ class CudaMappings {
   // Frees a range whose mappings are not known: tries to unmap every page.
   void give_back(Address range);
   // Leaves a range, or all, with its mappings to the process for good.
-  void abandon(Address range);
+  void abandon(Address range) { take_records(range); }
   void abandon();
   bool any() const;
 
@@ -46,6 +46,15 @@ class CudaMappings {
 
     std::size_t pages() const { return handles.size(); }
   };
+  // What is known of ranges: their pages by address, and the pages at which the page of zeros is
+  // mapped in holes; whether it is now.
+  using Ranges = std::map<Address, std::size_t>;
+  using Holes = std::map<Address, bool>;
+  struct Records {
+    Ranges ranges;
+    Holes holes;
+  };
+  Records take_records(Address range);
   std::vector<Stretch> stretches_of(std::span<const PageRun> runs) const;
   CUresult map_page(Address at, Handle handle);
   CUresult map_stretch(const Stretch& stretch, std::size_t& mapped);
@@ -62,9 +71,9 @@ class CudaMappings {
   // the in-place operations of VTensor unshare pages (I6).
   std::atomic<bool> read_only_refused_{false};
 
-  mutable std::mutex records_;             // guards what follows
-  std::map<Address, std::size_t> ranges_;  // pages by address
-  std::map<Address, bool> holes_;  // pages at which `zeros_` is mapped in holes; whether it is now
+  mutable std::mutex records_;  // guards what follows
+  Ranges ranges_;
+  Holes holes_;
   Handle zeros_ = 0;
 };
 

@@ -279,6 +279,24 @@ TEST_CASE_TEMPLATE("threads work on ranges of their own", T, SUBJECTS) {
   }
 }
 
+TEST_CASE_TEMPLATE("addresses that one thread frees are another's at once", T, SUBJECTS) {  // I14
+  if (!is_available<T>()) return;
+  T::prepare();
+  const std::string before = T::leaks();
+  for (int round = 0; round < 200; ++round) {
+    const std::unique_ptr<Driver> driver = T::open();
+    std::vector<std::thread> threads;
+    for (std::size_t t = 0; t < 4; ++t) {
+      threads.emplace_back([&driver, t] {
+        for (std::size_t i = 0; i < 20 * (t + 1); ++i) driver->free_range(driver->reserve(2), 2);
+        driver->reserve(2);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  CHECK(T::leaks() == before);  // each driver's end knew every range
+}
+
 TEST_CASE_TEMPLATE("a forked child is refused, and makes no driver call", T, SUBJECTS) {  // I13
   if (!is_available<T>()) return;
   Bench<T> bench;
