@@ -176,7 +176,7 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
 }
 
 bool MakeRoom::give_up_spare(PoolLock& lock) {
-  pool_.store().raise_if_broken();
+  if (pool_.store().broken()) return false;
   bool any = pool_.cached().evict_oldest();
   for (auto client = pool_.clients().begin(); !any && client != pool_.clients().end(); ++client)
     any = (*client)->drop_ahead() != 0;

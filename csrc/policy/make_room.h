@@ -61,7 +61,7 @@ class MakeRoom {
 
   // Mapped pages that nothing needs and that wait to be unmapped.
   std::size_t pages_leaving() const VT_LOCKED;
-  // Rungs 2 and 3: one client's; false if there is none.
+  // Rungs 2 and 3: one client's; false if there is none, or the pool is broken.
   bool give_up_spare(PoolLock& lock) VT_LOCKED;
 
   enum class Given : std::uint8_t {
