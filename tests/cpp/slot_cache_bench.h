@@ -62,9 +62,18 @@ struct OnSimulation {
   }
   static std::string leaks() {
     const SimcudaLeaks left = control().leaks();
-    const std::uint64_t sum = left.handles + left.mappings + left.ranges + left.contexts +
-                              left.streams + left.events + left.objects;
-    return sum == 0 ? "" : std::to_string(sum) + " things in the simulation";
+    std::string found;
+    const auto count = [&found](std::uint64_t n, const char* what) {
+      if (n != 0) found += std::to_string(n) + " " + what + " ";
+    };
+    count(left.handles, "handles");
+    count(left.mappings, "mappings");
+    count(left.ranges, "ranges");
+    count(left.contexts, "contexts");
+    count(left.streams, "streams");
+    count(left.events, "events");
+    count(left.objects, "user objects");
+    return found;
   }
 };
 
