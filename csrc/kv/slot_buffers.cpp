@@ -222,7 +222,7 @@ void SlotBuffers::truncate(const Caller& caller, std::size_t slot, std::size_t g
   buffer.retract(caller, kept, length + shape_.tail() + shape_.lookahead);
 }
 
-void SlotBuffers::share(const Caller& caller) {
+SharedRange* SlotBuffers::share(const Caller& caller) {
   for (std::size_t group = 0; group < groups(); ++group)
     ranges_[group]->share(caller.operation, group == 0 ? slots_.size() : 0);
   const PoolLock lock(pool_);
@@ -232,6 +232,7 @@ void SlotBuffers::share(const Caller& caller) {
       slot.buffers[group]->range().show_in(ranges_[group]->range().shared());
     }
   }
+  return ranges_.front()->range().shared().get();
 }
 
 void SlotBuffers::close_to_readers() noexcept {

@@ -69,11 +69,9 @@ class SlotBuffers {
   }
   // A row group without positions starts at position 0 again.
   void begin_anew(std::size_t slot, std::size_t group) { slots_[slot].begins[group] = 0; }
-  // Shows the pages to readers in other processes, and a word for each slot in the first range.
-  // Throws InvalidArgument if the pool is not shareable, DriverError.
-  void share(const Caller& caller);
-  // What readers see; null if the cache is not shared.
-  SharedRange* shared() const { return ranges_.front()->range().shared().get(); }
+  // Shows the pages to readers in other processes. Returns what they see of the first range, with
+  // a word for each slot. Throws InvalidArgument if the pool is not shareable, DriverError.
+  SharedRange* share(const Caller& caller);
   // Readers learn that nothing more comes, and keep what they have.
   void close_to_readers() noexcept;
   // Drops cached pages; the addresses are freed with the last view.

@@ -29,34 +29,26 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
 SlotCache::~SlotCache() { close({"KVCache.close"}); }
 
 void SlotCache::share(const Caller& caller) {
-  std::vector<std::uint64_t> shown(buffers_.shape().slots);
-  buffers_.share(caller);
-  if (shown_.empty()) shown_ = std::move(shown);
+  shown_ = buffers_.share(caller);
   show_lengths();
 }
 
 void SlotCache::show_lengths() noexcept {
-  if (shown_.empty()) return;
+  if (shown_ == nullptr) return;
   const bool arriving = swaps_.any_arriving();  // most often none: a step's slots are cold memory
-  Interval changed;
-  for (std::size_t slot = 0; slot < shown_.size(); ++slot) {
+  shown_->set_words({0, buffers_.shape().slots}, [&](std::size_t slot) {
     const bool whole = !expects(slot) && !(arriving && swaps_.is_arriving(slot));
-    const std::uint64_t length = whole ? static_cast<std::uint64_t>(lengths_->all()[slot]) : 0;
-    if (std::exchange(shown_[slot], length) != length) changed = hull(changed, {slot, slot + 1});
-  }
-  if (changed.empty()) return;
-  buffers_.shared()->set_words(changed.begin,
-                               std::span(shown_).subspan(changed.begin, changed.size()));
+    return whole ? static_cast<std::uint64_t>(lengths_->all()[slot]) : 0;
+  });
 }
 
 void SlotCache::hide(std::size_t slot, std::size_t length) noexcept {
-  if (shown_.empty() || shown_[slot] <= length) return;
-  shown_[slot] = length;
-  buffers_.shared()->set_words(slot, std::span(shown_).subspan(slot, 1));
+  if (shown_ == nullptr || shown_->word(slot) <= length) return;
+  shown_->set_words({slot, slot + 1}, [length](std::size_t) { return length; });
 }
 
 void SlotCache::close(const Caller& caller) noexcept {
-  shown_.clear();
+  shown_ = nullptr;
   buffers_.close_to_readers();
   for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot) {
     if (lengths_->state(slot) == SlotState::free) continue;

@@ -1,7 +1,6 @@
 #include "tensor/buffer.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <utility>
@@ -172,7 +171,7 @@ Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
 void Buffer::set_positions(Interval positions) {
   positions_ = positions;
   if (row_faults_ != nullptr) row_faults_->follow(positions, owned_);
-  if (!shown_.empty()) show(intersection(shown_, positions));
+  if (range_.shared() && !placed()) show(intersection(shown(), positions));
 }
 
 void Buffer::assign(Interval positions, Interval extent) {
@@ -441,12 +440,16 @@ void Buffer::enter_expected() {
 // -- readers in other processes
 
 void Buffer::show_positions() {
-  if (range_.shared() && !(shown_ == positions_)) show(positions_);
+  if (range_.shared()) show(positions_);
+}
+
+Interval Buffer::shown() const noexcept {
+  return {range_.shared()->word(0), range_.shared()->word(1)};
 }
 
 void Buffer::show(Interval positions) noexcept {
-  shown_ = positions;
-  range_.shared()->set_words(0, std::array<std::uint64_t, 2>{positions.begin, positions.end});
+  range_.shared()->set_words(
+      {0, 2}, [positions](std::size_t n) { return n == 0 ? positions.begin : positions.end; });
 }
 
 // -- look-ahead

@@ -179,6 +179,8 @@ class Buffer final : public Client {
 
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   void set_positions(Interval positions) VT_LOCKED;
+  // The positions that readers in other processes see.
+  Interval shown() const noexcept;
   void show(Interval positions) noexcept;
   void set_ready(std::size_t end) VT_LOCKED;
   // The first page index from the extent's end up to `end` that is not ready.
@@ -198,7 +200,6 @@ class Buffer final : public Client {
   const RowGeometry geometry_;
   Generation* host_ = nullptr;       // placed buffers only: keeps the host's range reserved
   RowFaults* row_faults_ = nullptr;  // known_'s range, if the buffer is a tensor's
-  Interval shown_;                   // positions that readers in other processes see
   Interval positions_;               // changed with the lock; the owner reads it without it too
   Interval extent_ VT_GUARDED;       // page indices of positions_, and of an accepted longer prefix
   // Page indices below it are in the extent, or mapped, clean and writable in every row; positions

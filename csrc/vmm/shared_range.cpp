@@ -97,16 +97,6 @@ void SharedRange::publish() noexcept {
   changing_ = false;
 }
 
-void SharedRange::set_words(std::size_t first, std::span<const std::uint64_t> words) noexcept {
-  if (closed()) return;
-  shared::Word& version = parts_.header().words_version;
-  const std::uint64_t now = version.load(std::memory_order_relaxed);
-  version.store(now + 1, std::memory_order_relaxed);
-  for (std::size_t i = 0; i < words.size(); ++i)
-    parts_.word(first + i).store(words[i], std::memory_order_release);
-  version.store(now + 2, std::memory_order_release);
-}
-
 void SharedRange::set_state(State state) noexcept {
   if (closed()) return;
   parts_.header().state.store(static_cast<std::uint64_t>(state), std::memory_order_seq_cst);

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <span>
+#include <utility>
 #include <vector>
 
 #include "base/interval.h"
@@ -35,7 +35,24 @@ class SharedRange {
 
   // -- words; not two threads at a time
 
-  void set_words(std::size_t first, std::span<const std::uint64_t> words) noexcept;
+  std::uint64_t word(std::size_t n) const noexcept {
+    return parts_.word(n).load(std::memory_order_relaxed);
+  }
+  // The words become of(n), as one change to readers; none if they are so already.
+  template <typename Of>
+  void set_words(Interval words, Of of) noexcept {
+    if (closed()) return;
+    shared::Word& version = parts_.header().words_version;
+    const std::uint64_t now = version.load(std::memory_order_relaxed);
+    bool changing = false;
+    for (std::size_t n = words.begin; n < words.end; ++n) {
+      const std::uint64_t value = of(n);
+      if (word(n) == value) continue;
+      if (!std::exchange(changing, true)) version.store(now + 1, std::memory_order_relaxed);
+      parts_.word(n).store(value, std::memory_order_release);
+    }
+    if (changing) version.store(now + 2, std::memory_order_release);
+  }
 
   // Readers learn that the memory is away, or back.
   void set_asleep(bool asleep) noexcept {
