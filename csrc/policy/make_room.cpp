@@ -262,6 +262,7 @@ MakeRoom::Given MakeRoom::give_to_others(PoolLock& lock) {
 
 MakeRoom::Given MakeRoom::give(PoolLock& lock, std::size_t missing) {
   PageStore& store = pool_.store();
+  store.raise_if_broken();
   if (store.releasable() == 0) {
     pool_.settle_all(lock);
     const std::size_t leaving = pages_leaving() * pool_.page_size();
