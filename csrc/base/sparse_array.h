@@ -10,7 +10,8 @@
 
 namespace vtensor {
 
-template <typename T>
+// `kChunk` elements come together.
+template <typename T, std::size_t kChunk = 64>
 class SparseArray {
  public:
   // What is not reserved is as T{}.
@@ -67,7 +68,6 @@ class SparseArray {
   }
 
  private:
-  static constexpr std::size_t kChunk = 64;  // elements
   static constexpr T kAbsent{};
   using Chunk = std::array<T, kChunk>;
 

@@ -8,8 +8,6 @@
 
 namespace vtensor {
 
-struct HandleRun;
-
 inline constexpr std::uint64_t kNoOwner = 0;  // no client has this id
 
 struct Page {
@@ -22,7 +20,6 @@ struct Page {
   std::uint64_t last_owner = kNoOwner;  // id of the client that had it last
   std::uint64_t sleep = 0;              // number of the last sleep that it was in
   std::size_t sleep_slot = 0;           // index of its bytes in the saved image of that sleep
-  HandleRun* run = nullptr;             // the run of its handle, if handles are adjacent
   // Neighbours in the list of spare pages, by the time they were freed. Reservation::kept_ links
   // pages by `older`.
   Page* older = nullptr;

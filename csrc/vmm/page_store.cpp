@@ -15,12 +15,11 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// How many of the first pages have adjacent handles of one run: one call takes their memory.
-std::size_t adjacent(std::span<Page* const> pages) {
+// Of how many of the first pages one call takes the memory.
+std::size_t adjacent(const Driver& driver, std::span<Page* const> pages) {
+  if (!driver.traits().adjacent_handles) return 1;
   std::size_t n = 1;
-  while (n < pages.size() && pages[0]->run != nullptr && pages[n]->run == pages[0]->run &&
-         pages[n]->handle == pages[0]->handle + n)
-    ++n;
+  while (n < pages.size() && pages[n]->handle == pages[0]->handle + n) ++n;
   return n;
 }
 
@@ -188,9 +187,9 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
 void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
   while (used_ + private_copies_ + taken + spare_.size() > budget() && spare_.oldest())
-    empty(spare_.oldest(), 1);
+    empty_oldest();
   // Kept memory is covered too, and must go if other pools have taken all else.
-  while (spare_.oldest() && !cover(taken, spare_.size())) empty(spare_.oldest(), 1);
+  while (spare_.oldest() && !cover(taken, spare_.size())) empty_oldest();
   require_cover(taken, spare_.size());
 }
 
@@ -204,7 +203,7 @@ void PageStore::release(PoolLock& lock, std::size_t n) {
   raise_if_broken();
   n = std::min(n, releasable());
   if (driver_.traits().adjacent_handles) {
-    for (; n != 0; --n) empty(spare_.oldest(), 1);
+    for (; n != 0; --n) empty_oldest();
     return;
   }
   std::vector<Page*> leaving;  // in no list without the lock
@@ -229,11 +228,10 @@ void PageStore::release(PoolLock& lock, std::size_t n) {
   if (error) std::rethrow_exception(error);
 }
 
-// Gives back the memory of `n` spare pages with handles from first->handle on.
-void PageStore::empty(Page* first, std::size_t n) {
-  driver_.destroy(first->handle, n);
-  for (std::size_t i = 0; i < n; ++i) {
-    Page* page = n == 1 ? first : first->run->pages[first->handle - first->run->first + i];
+// Gives back the memory of spare pages with adjacent handles.
+void PageStore::empty(std::span<Page* const> pages) {
+  driver_.destroy(pages.front()->handle, pages.size());
+  for (Page* page : pages) {
     spare_.remove(page);
     page->resident = false;
     page->dirty = false;
@@ -241,12 +239,17 @@ void PageStore::empty(Page* first, std::size_t n) {
   }
 }
 
+void PageStore::empty_oldest() {
+  Page* const oldest = spare_.oldest();
+  empty({&oldest, 1});
+}
+
 std::size_t PageStore::sleep(PoolLock& lock, std::span<Page* const> pages) noexcept {
   std::size_t gone = 0;
   {
     const Unlocked unlocked(lock);
     for (std::size_t i = 0, n = 0; i < pages.size(); i += n) {
-      n = adjacent(pages.subspan(i));
+      n = adjacent(driver_, pages.subspan(i));
       bool keeps = false;
       try {
         driver_.destroy(pages[i]->handle, n);
@@ -339,8 +342,8 @@ std::size_t PageStore::release_adjacent() {
   std::sort(pages.begin(), pages.end(),
             [](const Page* a, const Page* b) { return a->handle < b->handle; });
   for (std::size_t i = 0, n = 0; i < pages.size(); i += n) {
-    n = adjacent(std::span(pages).subspan(i));
-    empty(pages[i], n);
+    n = adjacent(driver_, std::span(pages).subspan(i));
+    empty(std::span(pages).subspan(i, n));
   }
   return pages.size();
 }

@@ -170,7 +170,8 @@ class PageStore {
     when_due_();
   }
   void make_room(std::size_t taken, std::size_t fresh) VT_LOCKED;
-  void empty(Page* first, std::size_t n) VT_LOCKED;
+  void empty(std::span<Page* const> pages) VT_LOCKED;
+  void empty_oldest() VT_LOCKED;
 
   Driver& driver_;
   const PoolOptions options_;

@@ -1,10 +1,11 @@
 #include "vmm/placement.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
-#include <tuple>
 #include <utility>
-#include <vector>
+
+#include "base/sparse_array.h"
 
 namespace vtensor {
 
@@ -27,62 +28,6 @@ Page* Placement::new_record(Handle handle) {
 
 namespace {
 
-// Closed runs, none of whose pages is in use. A run on it changes only between `remove` and `add`.
-class IdleRuns {
- public:
-  void add(HandleRun* run) {
-    by_length_.insert(run);
-    if (run->free_spare != 0) by_spare_.insert(run);
-  }
-  void remove(HandleRun* run) {
-    by_length_.erase(run);
-    by_spare_.erase(run);
-  }
-  std::size_t size() const { return by_length_.size(); }
-
-  // One of `least` pages or more with the most kept memory, if a few looks find it; or else the
-  // shortest that has `pages`. Null if there is neither.
-  HandleRun* best(std::size_t pages, std::size_t least) const {
-    std::size_t looks = kMostLooks;
-    for (HandleRun* run : by_spare_) {
-      if (run->length >= least) return run;
-      if (--looks == 0) break;
-    }
-    const auto found = by_length_.lower_bound(pages);
-    return found == by_length_.end() ? nullptr : *found;
-  }
-
-  // Gives all of them out, in the order of their handles.
-  std::vector<HandleRun*> take_all() {
-    std::vector<HandleRun*> all(by_length_.begin(), by_length_.end());
-    std::sort(all.begin(), all.end(),
-              [](const HandleRun* a, const HandleRun* b) { return a->first < b->first; });
-    by_length_.clear();
-    by_spare_.clear();
-    return all;
-  }
-
- private:
-  static constexpr std::size_t kMostLooks = 32;
-
-  struct Shorter {
-    using is_transparent = void;
-    bool operator()(const HandleRun* a, const HandleRun* b) const {
-      return std::pair(a->length, a->first) < std::pair(b->length, b->first);
-    }
-    bool operator()(const HandleRun* run, std::size_t pages) const { return run->length < pages; }
-    bool operator()(std::size_t pages, const HandleRun* run) const { return pages < run->length; }
-  };
-  struct SparesMore {
-    bool operator()(const HandleRun* a, const HandleRun* b) const {
-      return std::tuple(b->free_spare, b->length, a->first) <
-             std::tuple(a->free_spare, a->length, b->first);
-    }
-  };
-  std::set<HandleRun*, Shorter> by_length_;
-  std::set<HandleRun*, SparesMore> by_spare_;  // those that keep any
-};
-
 class AdjacentPlacement final : public Placement {
  public:
   AdjacentPlacement(Driver& driver, SparePages& spare) : driver_(driver), spare_(spare) {}
@@ -90,16 +35,13 @@ class AdjacentPlacement final : public Placement {
   RowHome open_home(std::size_t pages) override {
     RowHome home{pages, {}};
     home.runs.reserve(2);
-    if (HandleRun* run = reuse_idle(pages, 1)) home.runs.push_back(run);
+    if (HandleRun* run = open_idle(pages, 1)) home.runs.push_back(run);
     if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(open_run(pages));
     return home;
   }
 
   void close_home(RowHome& home) override {
-    for (HandleRun* run : home.runs) {
-      run->open = false;
-      if (run->used == 0) idle_.add(run);
-    }
+    for (HandleRun* run : home.runs) close(*run);
     home.runs.clear();
   }
 
@@ -108,7 +50,7 @@ class AdjacentPlacement final : public Placement {
     while (n != 0) {
       if (at == home.runs.size()) home.runs.push_back(open_run(home.pages));
       const bool elsewhere =
-          home.stitched && home.fresh == 0 && spare_.size() != 0 && home.runs[at]->free_spare == 0;
+          home.stitched && home.fresh == 0 && spare_.size() != 0 && home.runs[at]->spare == 0;
       Page* page = elsewhere ? pick_spare(previous) : pick_from(*home.runs[at], previous);
       if (!page) {
         ++at;
@@ -116,7 +58,6 @@ class AdjacentPlacement final : public Placement {
       }
       if (!page->resident && home.fresh != 0) --home.fresh;
       page->references = 1;
-      ++page->run->used;
       out.push_back(page);
       previous = page;
       --n;
@@ -126,179 +67,189 @@ class AdjacentPlacement final : public Placement {
   Page* reuse(Handle) override { return nullptr; }
 
   void put_back(Page* page) override {
-    HandleRun* run = page->run;
-    const std::size_t index = page->handle - run->first;
-    if (page->resident) {
-      ++run->free_spare;
-      run->spare_from = std::min(run->spare_from, index);
-    } else {
-      ++run->free_empty;
-      run->empty_from = std::min(run->empty_from, index);
-    }
-    if (--run->used == 0 && !run->open) idle_.add(run);
+    HandleRun& run = run_of(page);
+    std::size_t& from = page->resident ? run.spare_from : run.empty_from;
+    from = std::min(from, index_in(run, page));
+    run.spare += page->resident;
+    --run.used;
+    if (is_idle(run)) begin_idle(run);
   }
 
   void emptied(Page* page) override {
-    HandleRun* run = page->run;
-    const bool idle = run->used == 0 && !run->open;
-    if (idle) idle_.remove(run);
-    --run->free_spare;
-    ++run->free_empty;
-    run->empty_from = std::min<std::size_t>(run->empty_from, page->handle - run->first);
-    if (idle) idle_.add(run);
+    HandleRun& run = run_of(page);
+    if (is_idle(run)) by_spare_.erase({run.spare, run.first});
+    --run.spare;
+    run.empty_from = std::min(run.empty_from, index_in(run, page));
+    if (is_idle(run) && run.spare != 0) by_spare_.emplace(run.spare, run.first);
   }
 
  private:
+  using Runs = std::map<Handle, HandleRun>;
+
+  static bool is_idle(const HandleRun& run) { return !run.open && run.used == 0; }
+  static std::size_t index_in(const HandleRun& run, const Page* page) {
+    return page->handle - run.first;
+  }
+  HandleRun& run_of(const Page* page) { return std::prev(runs_.upper_bound(page->handle))->second; }
+
   // Prefers memory that is there to memory that must be made; then the neighbour of `previous`, so
-  // that the kernel merges the two.
+  // that the kernel merges the two. Null if no page of the run is free.
   Page* pick_from(HandleRun& run, const Page* previous) {
-    const std::size_t neighbour =
-        previous && previous->run == &run ? previous->handle - run.first + 1 : run.length;
-    Page* beside = neighbour < run.pages.size() && run.pages[neighbour]->references == 0
-                       ? run.pages[neighbour]
-                       : nullptr;
-    if (run.free_spare != 0) {
-      if (!beside || !beside->resident) beside = first_free(run, run.spare_from, true);
-      --run.free_spare;
-      spare_.remove(beside);
-      return beside;
+    if (run.used == run.length) return nullptr;
+    const Handle after = previous != nullptr ? previous->handle + 1 : run.first + run.length;
+    Page* page = after - run.first < run.length ? pages_[after] : nullptr;
+    if (run.spare != 0) {
+      if (page == nullptr || page->references != 0 || !page->resident)
+        page = pages_[run.first + first_free(run, true)];
+      return take_spare(run, page);
     }
-    if (!beside && run.pages.size() < run.length) {
-      Page* page = new_record(run.first + run.pages.size());
-      page->run = &run;
-      run.pages.push_back(page);
-      return page;
+    Handle handle = after;
+    if (after - run.first >= run.length || (page != nullptr && page->references != 0)) {
+      handle = run.first + first_free(run, false);
+      page = pages_[handle];
     }
-    if (!beside && run.free_empty != 0) beside = first_free(run, run.empty_from, false);
-    if (beside) --run.free_empty;
-    return beside;
+    if (page == nullptr) page = make_record(handle);
+    ++run.used;
+    return page;
+  }
+
+  Page* make_record(Handle handle) {
+    pages_.reserve(handle, handle + 1);
+    return pages_.reserved(handle) = new_record(handle);
   }
 
   // Of any run; the neighbour of `previous` if it is among them. Requires: there are some.
   Page* pick_spare(const Page* previous) {
-    Page* page = spare_.oldest();
-    if (previous != nullptr) {
-      const std::vector<Page*>& pages = previous->run->pages;
-      const std::size_t after = previous->handle - previous->run->first + 1;
-      if (after < pages.size() && pages[after]->references == 0 && pages[after]->resident)
-        page = pages[after];
-    }
-    HandleRun* const run = page->run;
-    if (run->used == 0 && !run->open) idle_.remove(run);
-    --run->free_spare;
+    Page* page = previous != nullptr ? pages_[previous->handle + 1] : nullptr;
+    if (page == nullptr || page->references != 0 || !page->resident) page = spare_.oldest();
+    HandleRun& run = run_of(page);
+    if (is_idle(run)) end_idle(run);
+    return take_spare(run, page);
+  }
+
+  Page* take_spare(HandleRun& run, Page* page) {
+    --run.spare;
+    ++run.used;
     spare_.remove(page);
     return page;
   }
 
-  static Page* first_free(const HandleRun& run, std::size_t& from, bool resident) {
-    while (run.pages[from]->references != 0 || run.pages[from]->resident != resident) ++from;
-    return run.pages[from];
+  // A page without a record was never used.
+  bool is_free(const HandleRun& run, std::size_t index, bool resident) const {
+    const Page* const page = pages_[run.first + index];
+    if (page == nullptr) return !resident;
+    return page->references == 0 && page->resident == resident;
+  }
+  // Requires: there is one.
+  std::size_t first_free(HandleRun& run, bool resident) const {
+    std::size_t& from = resident ? run.spare_from : run.empty_from;
+    while (!is_free(run, from, resident)) ++from;
+    return from;
   }
 
-  // The best of the idle runs, see IdleRuns, cut to `pages`; null if there is none.
-  HandleRun* reuse_idle(std::size_t pages, std::size_t least) {
-    HandleRun* const best = idle_.best(pages, least);
-    if (best == nullptr) return nullptr;
-    HandleRun* run = best;
-    HandleRun* rest = nullptr;
-    idle_.remove(best);
+  void close(HandleRun& run) {
+    run.open = false;
+    if (is_idle(run)) begin_idle(run);
+  }
+  // An idle run joins the idle runs beside it.
+  void begin_idle(HandleRun& run) {
+    const auto next = runs_.find(run.first + run.length);
+    if (next != runs_.end() && is_idle(next->second)) {
+      end_idle(next->second);
+      join(run, next);
+    }
+    const auto at = runs_.find(run.first);
+    const auto before = at != runs_.begin() ? std::prev(at) : runs_.end();
+    const bool joins = before != runs_.end() && is_idle(before->second) &&
+                       before->first + before->second.length == run.first;
+    if (joins) {
+      end_idle(before->second);
+      join(before->second, at);
+    }
+    const HandleRun& idle = joins ? before->second : run;
+    by_length_.emplace(idle.length, idle.first);
+    if (idle.spare != 0) by_spare_.emplace(idle.spare, idle.first);
+  }
+  void end_idle(const HandleRun& run) {
+    by_length_.erase({run.length, run.first});
+    by_spare_.erase({run.spare, run.first});
+  }
+
+  void join(HandleRun& run, Runs::iterator next) {
+    const HandleRun& other = next->second;
+    if (run.spare == 0) run.spare_from = run.length + other.spare_from;
+    if (run.spare == run.length) run.empty_from = run.length + other.empty_from;
+    run.spare += other.spare;
+    run.length += other.length;
+    runs_.erase(next);
+  }
+
+  // The pages of a run from `index` on, as a run of their own. Requires: none is in use.
+  HandleRun& split(HandleRun& run, std::size_t index) {
+    HandleRun& rest = runs_[run.first + index];
+    rest = {.first = run.first + index,
+            .length = run.length - index,
+            .spare = run.spare,
+            .open = run.open};
+    for (Handle at = pages_.next(run.first); at < rest.first; at = pages_.next(at + 1))
+      rest.spare -= pages_[at] != nullptr && pages_[at]->resident;
+    run.length = index;
+    run.spare -= rest.spare;
+    return rest;
+  }
+
+  // An idle run of `least` pages or more with the most kept memory, if a few looks find it; or else
+  // the shortest that has `pages`. Null if there is neither.
+  HandleRun* best_idle(std::size_t pages, std::size_t least) {
+    std::size_t looks = kMostLooks;
+    for (auto most = by_spare_.rbegin(); most != by_spare_.rend() && looks != 0; ++most, --looks) {
+      HandleRun& run = runs_.at(most->second);
+      if (run.length >= least) return &run;
+    }
+    const auto found = by_length_.lower_bound({pages, 0});
+    return found != by_length_.end() ? &runs_.at(found->second) : nullptr;
+  }
+
+  // The best idle run, of which up to `pages` pages are opened, from the first spare one on if
+  // there is one. Null if there is none.
+  HandleRun* open_idle(std::size_t pages, std::size_t least) {
+    HandleRun* run = best_idle(pages, least);
+    if (run == nullptr) return nullptr;
+    end_idle(*run);
+    run->open = true;
     try {
-      if (best->length > pages) {
-        // Of a run whose records all exist the last pages, so that the others keep theirs.
-        const bool whole = best->pages.size() == best->length;
-        HandleRun* const last = cut(*best, whole ? pages : best->length - pages);
-        run = whole ? last : best;
-        rest = whole ? best : last;
+      if (run->length > pages && run->spare != 0) {
+        const std::size_t before = std::min(first_free(*run, true), run->length - pages);
+        if (before != 0) {
+          HandleRun& rest = split(*run, before);
+          close(*std::exchange(run, &rest));
+        }
       }
+      if (run->length > pages) close(split(*run, pages));
     } catch (...) {
-      idle_.add(best);
+      close(*run);
       throw;
     }
-    run->open = true;
-    if (rest != nullptr) idle_.add(rest);
     return run;
   }
 
   // A run of `pages` pages. Makes new handles only if those that exist are in use.
   HandleRun* open_run(std::size_t pages) {
-    HandleRun* idle = reuse_idle(pages, pages);
-    if (!idle && idle_.size() >= join_at_) {
-      join_idle();
-      idle = reuse_idle(pages, pages);
-    }
-    if (idle) return idle;
-    HandleRun* run = &runs_.emplace_back();
-    run->first = driver_.create(pages);
-    run->length = pages;
-    run->open = true;
-    return run;
+    if (HandleRun* idle = open_idle(pages, pages)) return idle;
+    const Handle first = driver_.create(pages);
+    HandleRun& run = runs_[first];
+    run = {.first = first, .length = pages, .open = true};
+    return &run;
   }
 
-  // Takes the last `pages` pages from an idle run, as a run of their own. Joined runs are long, so
-  // taking a short one must not touch all of their records.
-  HandleRun* cut(HandleRun& run, std::size_t pages) {
-    const std::size_t left = run.length - pages;
-    std::vector<Page*> records;
-    if (run.pages.size() > left)
-      records.assign(run.pages.begin() + static_cast<std::ptrdiff_t>(left), run.pages.end());
-    HandleRun& last = runs_.emplace_back();
-    last.first = run.first + left;
-    last.length = pages;
-    last.pages = std::move(records);
-    run.length = left;
-    run.pages.resize(run.pages.size() - last.pages.size());
-    for (Page* page : last.pages) {
-      page->run = &last;
-      ++(page->resident ? last.free_spare : last.free_empty);
-    }
-    run.free_spare -= last.free_spare;
-    run.free_empty -= last.free_empty;
-    // A short run keeps no room for the records of a long one.
-    if (run.pages.capacity() > 2 * run.pages.size() + kMostUnused) run.pages.shrink_to_fit();
-    return &last;
-  }
-
-  // Joins idle runs that lie side by side, because rows of other lengths have split them. So their
-  // number stays within what is in use. Seldom: if the same lengths return, no run is missing.
-  void join_idle() {
-    std::vector<HandleRun*> joined;
-    for (HandleRun* run : idle_.take_all()) {
-      if (joined.empty() || !append(*joined.back(), *run)) joined.push_back(run);
-    }
-    for (HandleRun* run : joined) idle_.add(run);
-    runs_.remove_if([](const HandleRun& run) { return run.length == 0; });
-    join_at_ = std::max(kJoinAt, 2 * idle_.size());
-  }
-
-  // Moves all of `next` to the end of `run`; false if it does not follow it, or if that takes many
-  // records of pages that were never used.
-  bool append(HandleRun& run, HandleRun& next) {
-    if (run.first + run.length != next.first) return false;
-    const std::size_t gap = next.pages.empty() ? 0 : run.length - run.pages.size();
-    if (gap > kMostUnused) return false;
-    for (std::size_t i = 0; i < gap; ++i) {
-      Page* page = new_record(run.first + run.pages.size());
-      page->run = &run;
-      run.pages.push_back(page);
-    }
-    for (Page* page : next.pages) page->run = &run;
-    run.pages.insert(run.pages.end(), next.pages.begin(), next.pages.end());
-    run.free_spare += next.free_spare;
-    run.free_empty += next.free_empty + gap;
-    run.spare_from = run.empty_from = 0;
-    run.length += next.length;
-    next.length = 0;
-    return true;
-  }
-
-  static constexpr std::size_t kJoinAt = 64;
-  static constexpr std::size_t kMostUnused = 1024;
+  static constexpr std::size_t kMostLooks = 32;
 
   Driver& driver_;
   SparePages& spare_;
-  std::list<HandleRun> runs_;
-  IdleRuns idle_;
-  std::size_t join_at_ = kJoinAt;  // idle runs from which joining them is tried
+  SparseArray<Page*, 32> pages_;  // by handle
+  Runs runs_;                     // by their first handles
+  // Idle runs by length, and those with spare pages by their number; each with its first handle.
+  std::set<std::pair<std::size_t, Handle>> by_length_, by_spare_;
 };
 
 class UnorderedPlacement final : public Placement {

@@ -12,17 +12,15 @@
 
 namespace vtensor {
 
-// Adjacent handles [first, first + length), whose records are made when they are first needed. A
-// page of it is free while it has no reference, and spare if it is resident too.
+// Adjacent handles [first, first + length). Some row grows through it, or pages of it are in use,
+// or it is idle. A page is free while it has no reference, and spare if it is resident too.
 struct HandleRun {
   Handle first = 0;
   std::size_t length = 0;
-  std::vector<Page*> pages;  // pages[i] has handle first + i
-  std::size_t used = 0;
-  std::size_t free_spare = 0;
-  std::size_t free_empty = 0;
-  std::size_t spare_from = 0;  // no free spare page lies below
-  std::size_t empty_from = 0;  // no free empty page lies below
+  std::size_t used = 0;        // pages that have references
+  std::size_t spare = 0;       // spare pages
+  std::size_t spare_from = 0;  // no spare page lies below this index
+  std::size_t empty_from = 0;  // no other free page lies below this index
   bool open = false;           // a row grows through it
 };
 
