@@ -160,6 +160,25 @@ class Cache(Scene):
         self.cache.close()
 
 
+class Beams(Cache):
+    """Slots 0, 1 and 2 are alone, 3 was freed and keeps its pages, 4 and 5 were never used."""
+
+    USED_AFTER = {"alloc a freed slot": 4, "fork twice": 5, "reorder to two forks": 3}  # slots
+
+    def __init__(self, pool: vtensor.Pool) -> None:
+        filled(pool, 12, 255).close()
+        self.cache = cache = make_cache(pool, bands=2)
+        self.expected = {slot: range(100 * slot, 100 * slot + 20) for slot in range(3)}
+        for slot in range(4):
+            assert cache.alloc() == slot and cache.step(lengths_with(cache, slot, 20))
+            write(cache, slot, 0, range(100 * slot, 100 * slot + 20))
+        cache.free(3)
+
+    def end(self, name: str) -> None:
+        assert self.cache.stats().slots_used == self.USED_AFTER[name]  # none is left of a first try
+        self.cache.close()
+
+
 class Memory(Scene):
     """An arena with blocks, an adopted module, and allocations of a heap with holes between them."""
 
@@ -245,6 +264,9 @@ TABLE: dict[str, tuple[type, Callable]] = {
     "truncate": (Cache, lambda s: s.cache.truncate(1, 20)),
     "cache.fork": (Cache, lambda s: s.cache.fork(2)),
     "reorder": (Cache, lambda s: s.cache.reorder([0, 2], [0, 0])),
+    "alloc a freed slot": (Beams, lambda s: s.cache.alloc()),
+    "fork twice": (Beams, lambda s: s.cache.fork(0, 2)),
+    "reorder to two forks": (Beams, lambda s: s.cache.reorder([0, 1, 2], [0, 0, 0])),
     "publish": (Cache, lambda s: s.cache.publish(2, [7] * 20)),
     "cache.unshare": (Cache, lambda s: s.cache.unshare(1, 0, 20)),
     "write": (Cache, lambda s: s.cache.write(0, 1, 3, *expected(s.cache, 0, [3]))),
