@@ -125,7 +125,7 @@ def spread(name: str, values: list[float], of: str = "") -> dict[str, float]:
 
 PAIRS, ROUNDS, REQUESTS, TOKENS = 3, 4, 24, 64
 TABLE = 2 << 30  # bytes
-TIMED = ("hold", "prepare", "release", "begin_step", "end_step", "whole", "trim")
+TIMED = ("hold", "prepare", "release", "begin_step", "end_step", "whole", "shortage", "trim")
 
 
 def resident() -> int:
@@ -136,11 +136,11 @@ def resident() -> int:
 class Timer:
     """The time that the plug-in's calls of vtensor take."""
 
-    def __init__(self, blocks) -> None:
-        self.blocks, self.seconds = blocks, 0.0
+    def __init__(self, memory) -> None:
+        self.memory, self.seconds = memory, 0.0
 
     def __getattr__(self, name):
-        value = getattr(self.blocks, name)
+        value = getattr(self.memory, name)
         if name not in TIMED:
             return value
 
@@ -152,9 +152,6 @@ class Timer:
                 self.seconds += time.perf_counter() - start
 
         return timed
-
-    def __len__(self) -> int:
-        return len(self.blocks)
 
 
 class Bursts:
@@ -168,7 +165,7 @@ class Bursts:
         self.engine = make_engine(folder, 1024, table)
         self.pool = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         if ours:
-            self.timer = self.pool.memory.blocks = Timer(self.pool.memory.blocks)
+            self.timer = self.pool.memory = Timer(self.pool.memory)
 
     def calls(self) -> int:
         return sum(self.pool.memory.pool.stats().driver_calls["caller"].values()) if self.ours else 0

@@ -12,9 +12,8 @@ from . import release as _release  # noqa: F401  # before code that needs a newe
 
 # isort: split
 from .attention import register_attention, unregister_attention
-from .cache import VTensorCache
+from .cache import VTensorCache, encoder_decoder_cache
 from .default import install, installed, uninstall
-from .encoder_decoder import encoder_decoder_cache
 from .export import register_export
 from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -29,7 +29,7 @@ from .layers import VTensorLayer
 from .single_step import SingleStepView
 from .window import VTensorSlidingWindowLayer
 
-__all__ = ["VTensorCache", "check_pool", "holds_nothing"]
+__all__ = ["VTensorCache", "check_pool", "encoder_decoder_cache", "holds_nothing"]
 
 
 class VTensorCache(DynamicCache):
@@ -277,6 +277,30 @@ class VTensorCache(DynamicCache):
         memo[id(self)] = copied
         copied.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
         return copied
+
+
+def encoder_decoder_cache(
+    config: PreTrainedConfig,
+    max_len: int | None = None,
+    pool: Pool | None = None,
+    *,
+    compiled: bool = False,
+) -> EncoderDecoderCache:
+    """Makes a cache for an encoder-decoder model.
+
+    Both halves are a ``VTensorCache``: the decoder's own K and V, and the K and V of the encoder's output.
+
+    Args:
+        config: the model's config.
+        max_len: the most tokens of the decoder's sequence. None means no limit. The encoder's half has no
+            limit.
+        pool, compiled: as for ``VTensorCache``.
+
+    Raises:
+        InvalidArgument: as for ``VTensorCache``.
+    """
+    own = VTensorCache(config, max_len, pool, compiled=compiled)
+    return EncoderDecoderCache(own, VTensorCache(config, None, pool, compiled=compiled))
 
 
 def check_pool(asking: str, pool: object) -> None:

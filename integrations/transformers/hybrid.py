@@ -37,56 +37,52 @@ _LINEAR = (
 )
 
 
-class _TwoParts:
-    """Operations on a whole layer, which apply to both of its parts."""
+class _TwoParts(VTensorLayer):
+    """Operations on a whole layer, which apply to both of its parts: K and V by ``super()``, then the
+    linear part."""
 
-    _attention: type[VTensorLayer]
+    get_max_length = LinearAttentionLayer.get_max_length  # as transformers' layers of two parts
 
-    def lazy_initialization(self: Any, *args: Any, **kwargs: Any) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialises K and V if their states are given by position, otherwise the linear part."""
-        (self._attention if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+        if args:
+            super().lazy_initialization(*args, **kwargs)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-    def offload(self: Any) -> None:
+    def offload(self) -> None:
         """Moves K, V and the linear states to host memory."""
-        self._attention.offload(self)
+        super().offload()
         LinearAttentionLayer.offload(self)
 
-    def prefetch(self: Any) -> None:
+    def prefetch(self) -> None:
         """Brings K, V and the linear states back."""
-        self._attention.prefetch(self)
+        super().prefetch()
         LinearAttentionLayer.prefetch(self)
 
-    def reset(self: Any) -> None:
+    def reset(self) -> None:
         """Gives the memory of K and V back, and zeroes the linear states."""
-        finish(lambda: (self._attention.reset(self), LinearAttentionLayer.reset(self)))
+        finish(lambda: [part.reset(self) for part in (VTensorLayer, LinearAttentionLayer)])
 
-    def reorder_cache(self: Any, beam_idx: torch.Tensor) -> None:
-        """Makes sequence ``beam_idx[i]`` the i-th."""
-        self._attention.reorder_cache(self, beam_idx)
-
-    def plan_batch(self: Any, change: BatchChange, choice: Choice) -> None:
+    def plan_batch(self, change: BatchChange, choice: Choice) -> None:
         """As ``VTensorLayer.plan_batch``, for both parts."""
-        self._attention.plan_batch(self, change, choice)
-        linear = twin_of(self, LinearAttentionLayer)
+        super().plan_batch(change, choice)
+        linear: Any = twin_of(self, LinearAttentionLayer)
         states = [*linear.conv_states.values(), *linear.recurrent_states.values()]
         batch = next((state.shape[0] for state in states if state is not None), None)
         if batch is not None:
             if kept := choice(batch):
                 linear.reorder_cache(torch.tensor(kept, device="cpu"))
             else:
-                linear = LinearAttentionLayer(self.number_of_states)
+                linear = LinearAttentionLayer(linear.number_of_states)
                 linear.record_past = self.record_past
             change.assign(self, _linear_states(linear))
 
-    def crop(self: Any, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens, if the linear part recorded its past."""
-        self._attention.crop(self, tokens_to_remove)
-
-    def plan_crop(self: Any, tokens_to_remove: int) -> Callable[[], None]:
-        """As ``VTensorLayer.plan_crop``, for both parts."""
+    def plan_crop(self, tokens_to_remove: int) -> Callable[[], None]:
+        """As ``VTensorLayer.plan_crop``, for both parts. The linear part must have recorded its past."""
         linear = twin_of(self, LinearAttentionLayer)
         linear.crop(tokens_to_remove)
-        cut = self._attention.plan_crop(self, tokens_to_remove)
+        cut = super().plan_crop(tokens_to_remove)
 
         def crop() -> None:
             cut()
@@ -94,28 +90,25 @@ class _TwoParts:
 
         return crop
 
-    def _empty_copy(self: Any) -> VTensorLayer:
-        copied: VTensorLayer = self._attention._empty_copy(self)
+    def _empty_copy(self) -> VTensorLayer:
+        copied = super()._empty_copy()
         copied.__dict__.update(copy.deepcopy(_linear_states(self)))
         return copied
 
-    def __getstate__(self: Any) -> dict[str, Any]:
-        state: dict[str, Any] = self._attention.__getstate__(self)
-        return state | {"linear": _linear_states(self)}
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"linear": _linear_states(self)}
 
-    def _restore(self: Any, state: dict[str, Any]) -> None:
+    def _restore(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["linear"])
-        self._attention._restore(self, state)
+        super()._restore(state)
 
 
 def _linear_states(layer: Any) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in _LINEAR}
 
 
-class VTensorHybridLayer(_TwoParts, LinearAttentionAndFullAttentionLayer, VTensorLayer):
+class VTensorHybridLayer(_TwoParts, LinearAttentionAndFullAttentionLayer):
     """A layer of full attention and linear attention: ``VTensorLayer`` and ``LinearAttentionLayer``."""
-
-    _attention = VTensorLayer
 
     def __init__(
         self, max_len: int | None = None, pool: Pool | None = None, *, number_of_states: int = 1
@@ -125,12 +118,10 @@ class VTensorHybridLayer(_TwoParts, LinearAttentionAndFullAttentionLayer, VTenso
 
 
 class VTensorHybridSlidingWindowLayer(
-    _TwoParts, LinearAttentionAndSlidingWindowAttentionLayer, VTensorSlidingWindowLayer
+    _TwoParts, VTensorSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer
 ):
     """A layer of windowed attention and linear attention: ``VTensorSlidingWindowLayer`` and
     ``LinearAttentionLayer``."""
-
-    _attention = VTensorSlidingWindowLayer
 
     def __init__(
         self,

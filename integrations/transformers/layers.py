@@ -140,22 +140,17 @@ class VTensorLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes empty K and V for states of this shape, [batch, heads, any, head_dim], dtype and device."""
-        self._make_owners(key_states, value_states)
-
-    def _make_owners(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[VTensor, VTensor]:
         keys = self._make_owner(key_states)
         try:
-            return self._adopt(keys, self._make_owner(value_states))
+            self._adopt(keys, self._make_owner(value_states))
         except BaseException:
             keys.close()
             raise
 
-    def _adopt(self, keys: VTensor, values: VTensor) -> tuple[VTensor, VTensor]:
-        owners = keys, values
-        self.__dict__.update(owners=owners, dtype=keys.dtype, device=keys.device, is_initialized=True)
-        return owners
+    def _adopt(self, keys: VTensor, values: VTensor) -> None:
+        self.__dict__.update(owners=(keys, values), dtype=keys.dtype, device=keys.device, is_initialized=True)
 
-    def _reserve(self, new: int) -> None:
+    def _before_growth(self, new: int) -> None:
         """Reserves addresses for `new` more tokens, if there may be more than max_len."""
         if self.owners is not None and (self.max_len is None or self.record_past):
             keys, values = self.owners
@@ -205,7 +200,7 @@ class VTensorLayer(DynamicLayer):
             self._release()  # empty, and made for other shapes
             fresh = True
         if fresh:
-            self._make_owners(key_states, value_states)
+            self.lazy_initialization(key_states, value_states)
         self._before_growth(new)
         assert self.owners is not None
         before = self.owners
@@ -324,9 +319,6 @@ class VTensorLayer(DynamicLayer):
             if has[:2] + has[3:] != wanted or owner.dtype != states.dtype or owner.device != states.device:
                 return False
         return True
-
-    def _before_growth(self, new: int) -> None:
-        self._reserve(new)
 
     def _after_growth(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.owners is not None

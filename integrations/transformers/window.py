@@ -74,7 +74,7 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
     def _before_growth(self, new: int) -> None:
         if not self.record_past:
             self._trim()
-        self._reserve(new)
+        super()._before_growth(new)
 
     def prepare(self, tokens: int) -> None:
         super().prepare(tokens)

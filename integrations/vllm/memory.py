@@ -19,8 +19,9 @@ class NoRoom(Exception):
     """Memory is short, or a cached block has lost its contents."""
 
 
-class TableMemory:
-    """The blocks of one table, as vLLM 0.32 lays it out (``vllm.v1.kv_cache_interface.KVCacheConfig``).
+class TableMemory(vtensor.Blocks):
+    """The blocks of one table, as vLLM 0.32 lays it out (``vllm.v1.kv_cache_interface.KVCacheConfig``). A
+    block is held while a request uses it.
 
     Args:
         config: the table's configuration.
@@ -57,9 +58,8 @@ class TableMemory:
             )
             raise RuntimeError(f"[vtensor.vllm] with {', '.join(sorted(settings))}: {error}") from None
         self.page_size = self.pool.page_size
-        self.arena = vtensor.Arena(table_bytes(config), pool=self.pool)
-        self.blocks = vtensor.Blocks(self.arena, config.num_blocks, self.parts)
-        self.count = len(self.blocks)
+        super().__init__(vtensor.Arena(table_bytes(config), pool=self.pool), config.num_blocks, self.parts)
+        self.count = len(self)
         self.most = self.share // self.block_bytes
         """The number of blocks that fit the budget."""
         self.most_cached = int(cached_share() * self.most)
@@ -78,56 +78,26 @@ class TableMemory:
         )
 
     def hold(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Gives blocks their memory. Returns those that have their contents, and those that lost them. If
-        memory is short, raises NoRoom and changes nothing."""
+        """As :meth:`vtensor.Blocks.hold`. If memory is short, raises NoRoom and changes nothing."""
         try:
-            return self.blocks.hold(numbers)
+            return super().hold(numbers)
         except vtensor.OutOfPages:
             raise NoRoom from None
         except vtensor.DriverError as error:
             if error.name != "ENOMEM":
                 raise
-            if self.blocks.mapped <= 1:  # no block could give kernel mappings back
+            if self.mapped <= 1:  # no block could give kernel mappings back
                 raise RuntimeError(f"[vtensor.vllm] {error}") from None
             raise NoRoom from None
 
-    def prepare(self, numbers: Iterable[int]) -> None:
-        """Has the mapper map blocks that are held soon, as far as memory is free."""
-        self.blocks.prepare(numbers)
-
-    def release(self, numbers: Iterable[int]) -> None:
-        """Ends the hold on blocks, after the steps under way."""
-        self.blocks.release(numbers)
-
-    def begin_step(self) -> int:
-        """Returns the step's number, or 0 if none is needed."""
-        self.blocks.begin_step()
-        return 0
-
-    def end_step(self) -> None:
-        self.blocks.end_step()
-
-    def whole(self, numbers: Iterable[int]) -> list[bool]:
-        """Whether each block has its contents."""
-        return self.blocks.whole(numbers)
-
     def shortage(self, numbers: Iterable[int]) -> int:
         """The number of these blocks, which no request uses, that find no free pages."""
-        whole = self.blocks.whole(numbers)
+        whole = self.whole(numbers)
         return max(0, len(whole) - sum(whole) - self.room)
-
-    def trim(self, numbers: Iterable[int]) -> None:
-        """Gives back the memory of these blocks that are not held."""
-        self.blocks.trim(numbers)
 
     def trim_all(self) -> None:
         """Gives back the memory of all blocks that are not held."""
         self.arena.trim()
-
-    @property
-    def mapped(self) -> int:
-        """Number of blocks that are held, or wait for steps to end."""
-        return self.blocks.mapped
 
     @property
     def evicted(self) -> int:
