@@ -1,4 +1,4 @@
-"""The device of the models: its bytes, the bytes taken, and a count of the calls that change these."""
+"""The calls of an allocator, and the base of its models: the bytes taken of a device, and counts of calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from vtensor.errors import OutOfPages
 
-__all__ = ["PAGE", "Allocator", "Device", "OnDevice", "refused", "rounded"]
+__all__ = ["PAGE", "Allocator", "Model", "rounded"]
 
 PAGE = 2 << 20
 """Bytes of a driver's page: the granularity of cudaMalloc's memory and of cuMemCreate."""
@@ -41,8 +41,9 @@ class Allocator(Protocol):
         """The number of calls of the driver, by name."""
 
 
-class Device:
-    """Counts bytes taken, and calls.
+class Model:
+    """The base of the models of allocators: the bytes of a device, counts of calls, and addresses of ranges
+    that never touch.
 
     Args:
         capacity: bytes of the device.
@@ -50,58 +51,28 @@ class Device:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.used = 0
+        self.device_bytes = 0
         self.calls: Counter[str] = Counter()
-
-    def take(self, nbytes: int) -> bool:
-        """Takes ``nbytes``; False if there are too few."""
-        if self.used + nbytes > self.capacity:
-            return False
-        self.used += nbytes
-        return True
-
-    def give(self, nbytes: int) -> None:
-        self.used -= nbytes
-
-
-class OnDevice:
-    """The base of the models of allocators: a device, and addresses of ranges that never touch.
-
-    Args:
-        capacity: bytes of the device.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._device = Device(capacity)
         self._ranges = count(1)
 
-    @property
-    def device_bytes(self) -> int:
-        return self._device.used
+    def take(self, nbytes: int) -> bool:
+        """Takes bytes of the device; False if there are too few."""
+        if self.device_bytes + nbytes > self.capacity:
+            return False
+        self.device_bytes += nbytes
+        return True
 
-    @property
-    def calls(self) -> Mapping[str, int]:
-        return self._device.calls
-
-    def _count(self, call: str) -> None:
-        self._device.calls[call] += 1
-
-    def _addresses(self) -> int:
+    def addresses(self) -> int:
         """The first address of a new range."""
         return _ADDRESSES * next(self._ranges)
 
-    def _reserve(self) -> int:
-        self._count("cuMemAddressReserve")
-        return self._addresses()
+    def refused(self, nbytes: int) -> OutOfPages:
+        return OutOfPages(
+            f"[replay-allocations] {nbytes:,} bytes were asked for, and the device has {self.capacity:,}, of "
+            f"which {self.device_bytes:,} are taken: replay it on a larger one"
+        )
 
 
 def rounded(nbytes: int, multiple: int) -> int:
     """``nbytes`` rounded up."""
     return -(-nbytes // multiple) * multiple
-
-
-def refused(nbytes: int, device: Device) -> OutOfPages:
-    return OutOfPages(
-        f"[replay-allocations] {nbytes:,} bytes were asked for, and the device has {device.capacity:,}, of "
-        f"which {device.used:,} are taken: replay it on a larger one"
-    )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from vtensor.allocations.device import OnDevice, refused, rounded
-from vtensor.allocations.growing import GrowingRanges
+from vtensor.allocations.device import rounded
+from vtensor.allocations.growing import GrowingRanges, PagedModel
 from vtensor.allocations.native import GRAIN, LARGE_BUFFER, SMALL_BUFFER, SMALL_SIZE
 
 __all__ = ["ExpandableAllocator"]
 
 
-class ExpandableAllocator(OnDevice):
+class ExpandableAllocator(PagedModel):
     """A range for each stream in a pool of small and one of large allocations.
 
     All free pages are unmapped before an allocation is refused.
@@ -23,18 +21,7 @@ class ExpandableAllocator(OnDevice):
 
     def __init__(self, capacity: int, page: int = LARGE_BUFFER) -> None:
         super().__init__(capacity)
-        self._small, self._large = (
-            GrowingRanges(
-                page=bytes_,
-                reserved=capacity + capacity // 8,  # as torch does
-                grain=GRAIN,
-                take=partial(self._take, bytes_),
-                give=partial(self._give, bytes_),
-                reserve=self._reserve,
-                unreserve=partial(self._count, "cuMemAddressFree"),
-            )
-            for bytes_ in (SMALL_BUFFER, page)
-        )
+        self._small, self._large = GrowingRanges(self, SMALL_BUFFER), GrowingRanges(self, page)
 
     def allocate(self, nbytes: int, stream: int, /) -> int:
         size = rounded(nbytes, GRAIN)
@@ -45,7 +32,7 @@ class ExpandableAllocator(OnDevice):
         self.release()
         if (address := ranges.grow(size, stream)) is not None:
             return address
-        raise refused(nbytes, self._device)
+        raise self.refused(nbytes)
 
     def free(self, address: int, nbytes: int, stream: int, /) -> None:
         (self._small if self._small.holds(address) else self._large).free(address)
@@ -55,19 +42,18 @@ class ExpandableAllocator(OnDevice):
         self._large.release()
         self._small.release()
 
-    def _take(self, page: int, pages: int) -> bool:
-        calls = self._device.calls
+    def map(self, page: int, pages: int) -> bool:
         for taken in range(pages):
-            calls["cuMemCreate"] += 1
-            if not self._device.take(page):
-                calls["cuMemRelease"] += taken
-                self._device.give(taken * page)
+            self.calls["cuMemCreate"] += 1
+            if not self.take(page):
+                self.calls["cuMemRelease"] += taken
+                self.device_bytes -= taken * page
                 return False
-        calls["cuMemMap"] += pages
-        calls["cuMemSetAccess"] += 1
+        self.calls["cuMemMap"] += pages
+        self.calls["cuMemSetAccess"] += 1
         return True
 
-    def _give(self, page: int, pages: int) -> None:
-        self._device.calls["cuMemUnmap"] += pages
-        self._device.calls["cuMemRelease"] += pages
-        self._device.give(pages * page)
+    def unmap(self, page: int, pages: int) -> None:
+        self.calls["cuMemUnmap"] += pages
+        self.calls["cuMemRelease"] += pages
+        self.device_bytes -= pages * page

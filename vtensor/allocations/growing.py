@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 
-from vtensor.allocations.device import rounded
+from vtensor.allocations.device import Model, rounded
+from vtensor.allocations.native import GRAIN
 from vtensor.allocations.pieces import FreePieces, Piece
 
-__all__ = ["GrowingRanges"]
+__all__ = ["GrowingRanges", "PagedModel"]
+
+
+class PagedModel(Model, ABC):
+    """A model whose ranges grow page by page."""
+
+    @abstractmethod
+    def map(self, page: int, pages: int) -> bool:
+        """Maps a number of pages at once; False if there are too few, and then none is mapped."""
+
+    @abstractmethod
+    def unmap(self, page: int, pages: int) -> None:
+        """Unmaps a number of pages."""
 
 
 class GrowingRanges:
     """The ranges of one pool: one for each stream, or more if addresses run out.
 
     Args:
+        model: the model that maps the pages.
         page: bytes of a page.
-        reserved: bytes of addresses in a range.
-        grain: the smallest rest of a free piece that becomes a piece of its own.
-        take: maps a number of pages at once; False if there are too few, and then none is mapped.
-        give: unmaps a number of pages.
-        reserve: begins a range, at the address that it returns.
-        unreserve: ends a range without mapped pages.
     """
 
-    def __init__(
-        self,
-        *,
-        page: int,
-        reserved: int,
-        grain: int,
-        take: Callable[[int], bool],
-        give: Callable[[int], None],
-        reserve: Callable[[], int],
-        unreserve: Callable[[], None],
-    ) -> None:
-        self._page, self._reserved, self._grain = page, rounded(reserved, page), grain
-        self._take, self._give = take, give
-        self._reserve, self._unreserve = reserve, unreserve
+    def __init__(self, model: PagedModel, page: int) -> None:
+        self._model, self._page = model, page
+        self._reserved = rounded(model.capacity + model.capacity // 8, page)  # as torch does
         self._free = FreePieces()
         self._unmapped: dict[int, dict[int, Piece]] = {}  # of a stream, by address
         self._live: dict[int, Piece] = {}
@@ -91,7 +88,7 @@ class GrowingRanges:
 
     def _allocated(self, piece: Piece, size: int) -> int:
         self._free.remove(piece)
-        if piece.size - size >= self._grain:
+        if piece.size - size >= GRAIN:
             self._free.add(piece.split(size))
         piece.allocated = True
         self._live[piece.address] = piece
@@ -113,14 +110,15 @@ class GrowingRanges:
                 place = place.next
             if room >= size:
                 return piece
-        begin = rounded(self._reserve(), self._page)
+        self._model.calls["cuMemAddressReserve"] += 1
+        begin = rounded(self._model.addresses(), self._page)
         piece = Piece(begin, max(self._reserved, rounded(size, self._page)), stream, False)
         unmapped[piece.address] = piece
         return piece
 
     def _map(self, piece: Piece, size: int) -> bool:
         size = rounded(size, self._page)
-        if not self._take(size // self._page):
+        if not self._model.map(self._page, size // self._page):
             return False
         unmapped = self._unmapped[piece.stream]
         del unmapped[piece.address]
@@ -140,7 +138,7 @@ class GrowingRanges:
         pages = (end - begin) // page
         if most is not None and pages > most:
             pages, begin = most, end - most * page
-        self._give(pages)
+        self._model.unmap(page, pages)
         self._free.remove(piece)
         if begin > piece.address:
             before, piece = piece, piece.split(begin - piece.address)
@@ -152,7 +150,7 @@ class GrowingRanges:
         if piece.prev or piece.next:
             self._unmapped[piece.stream][piece.address] = piece
         else:
-            self._unreserve()
+            self._model.calls["cuMemAddressFree"] += 1
         return pages
 
     def _merge(self, piece: Piece) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 
-from vtensor.allocations.device import PAGE, Allocator
+from vtensor.allocations.device import PAGE
 from vtensor.allocations.expandable import ExpandableAllocator
 from vtensor.allocations.native import NativeAllocator
 from vtensor.allocations.replay import Opened
@@ -14,16 +12,11 @@ from vtensor.allocations.stitched import StitchedAllocator
 
 __all__ = ["MODELS"]
 
-
-def _model(make: Callable[[int], Allocator]) -> Opened:
-    return lambda capacity: nullcontext(make(capacity))
-
-
 MODELS: dict[str, Opened] = {
-    "native": _model(NativeAllocator),
-    "expandable-20MiB": _model(ExpandableAllocator),
-    "expandable-2MiB": _model(partial(ExpandableAllocator, page=PAGE)),
-    "stitched-whole": _model(partial(StitchedAllocator, most_loss=1.0)),
-    "stitched": _model(StitchedAllocator),
+    "native": lambda capacity: nullcontext(NativeAllocator(capacity)),
+    "expandable-20MiB": lambda capacity: nullcontext(ExpandableAllocator(capacity)),
+    "expandable-2MiB": lambda capacity: nullcontext(ExpandableAllocator(capacity, page=PAGE)),
+    "stitched-whole": lambda capacity: nullcontext(StitchedAllocator(capacity, most_loss=1.0)),
+    "stitched": lambda capacity: nullcontext(StitchedAllocator(capacity)),
 }
 """torch's allocators; one that stitches every allocation of a page and more; and vtensor's."""

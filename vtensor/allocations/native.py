@@ -6,7 +6,7 @@ collection, which torch's defaults do not use.
 
 from __future__ import annotations
 
-from vtensor.allocations.device import OnDevice, refused, rounded
+from vtensor.allocations.device import Model, rounded
 from vtensor.allocations.pieces import FreePieces, Piece
 
 __all__ = ["GRAIN", "LARGE_BUFFER", "SMALL_BUFFER", "SMALL_SIZE", "NativeAllocator"]
@@ -19,7 +19,7 @@ _LARGE_ALLOCATION = 10 << 20  # kMinLargeAlloc: from this, a cudaMalloc of its o
 _LARGE_ROUND = 2 << 20  # kRoundLarge
 
 
-class NativeAllocator(OnDevice):
+class NativeAllocator(Model):
     """Best fit in the memory of cudaMalloc, by stream, in a pool for small and one for large allocations.
 
     Args:
@@ -62,8 +62,8 @@ class NativeAllocator(OnDevice):
             for piece in pool.all():
                 if not piece.prev and not piece.next:
                     pool.remove(piece)
-                    self._device.calls["cudaFree"] += 1
-                    self._device.give(piece.size)
+                    self.calls["cudaFree"] += 1
+                    self.device_bytes -= piece.size
 
     def _malloc(self, size: int, stream: int) -> Piece:
         if size <= SMALL_SIZE:
@@ -75,7 +75,7 @@ class NativeAllocator(OnDevice):
         for attempt in range(2):
             if attempt:
                 self.release()
-            self._device.calls["cudaMalloc"] += 1
-            if self._device.take(asked):
-                return Piece(self._addresses(), asked, stream)
-        raise refused(asked, self._device)
+            self.calls["cudaMalloc"] += 1
+            if self.take(asked):
+                return Piece(self.addresses(), asked, stream)
+        raise self.refused(asked)

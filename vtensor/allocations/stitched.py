@@ -7,10 +7,8 @@ last page, so they are cut from shared pages.
 
 from __future__ import annotations
 
-from functools import partial
-
-from vtensor.allocations.device import PAGE, OnDevice, refused, rounded
-from vtensor.allocations.growing import GrowingRanges
+from vtensor.allocations.device import PAGE, rounded
+from vtensor.allocations.growing import GrowingRanges, PagedModel
 from vtensor.allocations.native import GRAIN, SMALL_SIZE
 
 __all__ = ["MOST_LOSS", "StitchedAllocator"]
@@ -19,7 +17,7 @@ MOST_LOSS = 1 / 1024
 """The share of its pages that an allocation of whole pages may leave empty."""
 
 
-class StitchedAllocator(OnDevice):
+class StitchedAllocator(PagedModel):
     """Allocations of whole pages, of other large sizes and of small ones.
 
     Each kind has its own ranges, and all kinds use the same pages. A freed range stays mapped, for the next
@@ -38,18 +36,7 @@ class StitchedAllocator(OnDevice):
         self._unmapped = 0  # pages taken of the device and mapped nowhere
         self._live: dict[int, GrowingRanges] = {}
         # Allocations of whole pages give up pages first: no neighbour needs these.
-        self._kinds = self._whole, self._large, self._small = [
-            GrowingRanges(
-                page=PAGE,
-                reserved=capacity + capacity // 8,
-                grain=GRAIN,
-                take=self._map,
-                give=self._unmap,
-                reserve=self._reserve,
-                unreserve=partial(self._count, "cuMemAddressFree"),
-            )
-            for _ in range(3)
-        ]
+        self._kinds = self._whole, self._large, self._small = [GrowingRanges(self, PAGE) for _ in range(3)]
 
     def allocate(self, nbytes: int, stream: int, /) -> int:
         whole = rounded(nbytes, PAGE)
@@ -62,7 +49,7 @@ class StitchedAllocator(OnDevice):
         if address is None:
             while (address := ranges.grow(size, stream)) is None:
                 if not self._uncover(rounded(size, PAGE) // PAGE):
-                    raise refused(nbytes, self._device)
+                    raise self.refused(nbytes)
         self._live[address] = ranges
         return address
 
@@ -73,23 +60,22 @@ class StitchedAllocator(OnDevice):
         """Gives back all free pages."""
         for ranges in self._kinds:
             ranges.release()
-        self._device.calls["cuMemRelease"] += self._unmapped
-        self._device.give(self._unmapped * PAGE)
+        self.calls["cuMemRelease"] += self._unmapped
+        self.device_bytes -= self._unmapped * PAGE
         self._unmapped = 0
 
-    def _map(self, pages: int) -> bool:
+    def map(self, page: int, pages: int) -> bool:
         fresh = max(pages - self._unmapped, 0)
-        if not self._device.take(fresh * PAGE):
+        if not self.take(fresh * page):
             return False
         self._unmapped -= pages - fresh
-        calls = self._device.calls
-        calls["cuMemCreate"] += fresh
-        calls["cuMemMap"] += pages
-        calls["cuMemSetAccess"] += 1
+        self.calls["cuMemCreate"] += fresh
+        self.calls["cuMemMap"] += pages
+        self.calls["cuMemSetAccess"] += 1
         return True
 
-    def _unmap(self, pages: int) -> None:
-        self._count("cuMemUnmap")  # one for a run of pages
+    def unmap(self, page: int, pages: int) -> None:
+        self.calls["cuMemUnmap"] += 1  # one for a run of pages
         self._unmapped += pages
 
     def _uncover(self, wanted: int) -> bool:
