@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from vtensor.errors import InvalidArgument
 
-__all__ = ["MOST_BYTES", "AllocationTrace", "Event", "Kind", "checked"]
+__all__ = ["MOST_BYTES", "AllocationTrace", "Event", "Kind", "checked", "malformed", "named", "selected"]
 
 MOST_BYTES = 2**50
 """The largest allocation in a trace."""
@@ -51,6 +52,10 @@ class AllocationTrace:
         return len({event.stream for event in self.events})
 
 
+def malformed(what: str) -> InvalidArgument:
+    return InvalidArgument(f"[replay-allocations] {what}")
+
+
 def checked(events: Iterable[tuple[str, Event]]) -> Iterable[Event]:
     """Passes events on, and checks that every allocation is freed at most once, with its bytes and stream.
 
@@ -63,26 +68,75 @@ def checked(events: Iterable[tuple[str, Event]]) -> Iterable[Event]:
     live: dict[int, Event] = {}
     for place, event in events:
         if not 0 < event.bytes <= MOST_BYTES:
-            raise InvalidArgument(
-                f"[replay-allocations] {place}: {event.bytes:,} bytes: an allocation has 1 to 2**50"
-            )
+            raise malformed(f"{place}: {event.bytes:,} bytes: an allocation has 1 to 2**50")
         if event.kind == "alloc":
             if event.id in live:
-                raise InvalidArgument(
-                    f"[replay-allocations] {place}: {event.id} is allocated again before it is freed: "
+                raise malformed(
+                    f"{place}: {event.id} is allocated again before it is freed: "
                     "events are missing or out of order; record it again"
                 )
             live[event.id] = event
         else:
             begun = live.pop(event.id, None)
             if begun is None:
-                raise InvalidArgument(
-                    f"[replay-allocations] {place}: {event.id} is freed and not allocated: "
+                raise malformed(
+                    f"{place}: {event.id} is freed and not allocated: "
                     "events are missing or out of order; record it again"
                 )
             if begun[2:] != event[2:]:
-                raise InvalidArgument(
-                    f"[replay-allocations] {place}: {event.id} is freed with {event.bytes:,} bytes of stream "
+                raise malformed(
+                    f"{place}: {event.id} is freed with {event.bytes:,} bytes of stream "
                     f"{event.stream}, and was allocated with {begun.bytes:,} of stream {begun.stream}"
                 )
         yield event
+
+
+def named(
+    recorded: Iterable[tuple[str, Event]], live_at_end: Iterable[tuple[str, Event]] = ()
+) -> Iterator[tuple[str, Event]]:
+    """Gives each allocation a name of its own, in place of its address, which the recorded allocator reuses.
+
+    Allocations from before the recording come first, in order of addresses. They are known from their frees,
+    or because they were live when the recording ended.
+
+    Args:
+        recorded: events in order, each with its place in the file.
+        live_at_end: allocations that existed when the recording ended; those recorded are left out.
+    """
+    events = list(recorded)
+    seen: set[int] = set()
+    before: dict[int, tuple[str, Event]] = {}
+    for place, event in events:
+        if event.kind == "free" and event.id not in seen:
+            before[event.id] = place, event._replace(kind="alloc")
+        seen.add(event.id)
+    for place, event in live_at_end:
+        if event.id not in seen:
+            before[event.id] = place, event
+    names: dict[int, int] = {}
+    fresh = count(1)
+    for place, event in [*(before[address] for address in sorted(before)), *events]:
+        if event.kind == "alloc" and event.id not in names:
+            names[event.id] = next(fresh)
+        yield place, event._replace(id=names.get(event.id, 0))
+        if event.kind == "free":
+            names.pop(event.id, None)
+
+
+def selected(
+    path: Path, found: Mapping[str, int], asked: str | None, *, one: str, several: str, entries: str
+) -> str:
+    """The device of a recording: the one asked for, or the only one.
+
+    Args:
+        path: the file.
+        found: the number of entries of each device; not empty.
+        asked: a device; None if there is only one.
+        one, several, entries: words for what the file has of a device, for errors.
+    """
+    there = ", ".join(f"{name} ({number:,} {entries})" for name, number in found.items())
+    if asked is None and len(found) > 1:
+        raise malformed(f"{path} has {several} of {there}: choose one with --device")
+    if asked is not None and asked not in found:
+        raise malformed(f"{path} has no {one} of {asked}, only of {there}")
+    return next(iter(found)) if asked is None else asked

@@ -7,11 +7,10 @@ import os
 import zlib
 from pathlib import Path
 
-from vtensor.allocations.events import AllocationTrace
+from vtensor.allocations.events import AllocationTrace, malformed
 from vtensor.allocations.plain import read_plain
 from vtensor.allocations.profiler import read_profile
 from vtensor.allocations.snapshot import read_snapshot
-from vtensor.errors import InvalidArgument
 
 __all__ = ["read_allocations"]
 
@@ -38,13 +37,11 @@ def read_allocations(path: str | os.PathLike[str], device: str | None = None) ->
             trace = read_profile(file, device)
         elif name.endswith((".csv", ".csv.gz", ".csv.xz")):
             if device is not None:
-                raise InvalidArgument(
-                    f"[replay-allocations] --device {device}: the plain format has one device; leave it out"
-                )
+                raise malformed(f"--device {device}: the plain format has one device; leave it out")
             trace = read_plain(file)
         else:
-            raise InvalidArgument(
-                f"[replay-allocations] {file}: pass a snapshot (.pickle), a torch.profiler trace (.json, "
+            raise malformed(
+                f"{file}: pass a snapshot (.pickle), a torch.profiler trace (.json, "
                 ".json.gz) or the plain format (.csv, .csv.gz, .csv.xz)"
             )
     except (
@@ -54,7 +51,7 @@ def read_allocations(path: str | os.PathLike[str], device: str | None = None) ->
         zlib.error,
         lzma.LZMAError,
     ) as error:  # damaged archives too
-        raise InvalidArgument(f"[replay-allocations] {file} cannot be read: {error}") from error
+        raise malformed(f"{file} cannot be read: {error}") from error
     if not trace.events:
-        raise InvalidArgument(f"[replay-allocations] {file} has no allocation: nothing to replay")
+        raise malformed(f"{file} has no allocation: nothing to replay")
     return trace

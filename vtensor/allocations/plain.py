@@ -21,8 +21,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import IO
 
-from vtensor.allocations.events import AllocationTrace, Event, checked
-from vtensor.errors import InvalidArgument
+from vtensor.allocations.events import AllocationTrace, Event, checked, malformed
 
 __all__ = ["read_plain", "write_plain"]
 
@@ -90,9 +89,7 @@ def _events(path: Path, lines: Iterable[str], notes: list[str]) -> Iterator[tupl
             notes.append(line.removeprefix("#").strip())
         elif not header:
             if line != _COLUMNS:
-                raise InvalidArgument(
-                    f"[replay-allocations] {place}: the columns are {brief(line)}, not {_COLUMNS}"
-                )
+                raise malformed(f"{place}: the columns are {brief(line)}, not {_COLUMNS}")
             header = True
         else:
             event = _event(place, line.split(","), live)
@@ -105,7 +102,7 @@ def _events(path: Path, lines: Iterable[str], notes: list[str]) -> Iterator[tupl
 
 def _event(place: str, fields: list[str], live: dict[int, Event]) -> Event:
     if len(fields) != 4:
-        raise InvalidArgument(f"[replay-allocations] {place}: {len(fields)} fields, not {_COLUMNS}")
+        raise malformed(f"{place}: {len(fields)} fields, not {_COLUMNS}")
     kind, name, nbytes, stream = fields
     if kind == "alloc":
         return Event(
@@ -115,7 +112,7 @@ def _event(place: str, fields: list[str], live: dict[int, Event]) -> Event:
             _whole(place, "stream", stream),
         )
     if kind != "free":
-        raise InvalidArgument(f"[replay-allocations] {place}: event {brief(kind)}: write alloc or free")
+        raise malformed(f"{place}: event {brief(kind)}: write alloc or free")
     begun = live.get(number := _whole(place, "id", name))
     return Event(
         "free",
@@ -127,5 +124,5 @@ def _event(place: str, fields: list[str], live: dict[int, Event]) -> Event:
 
 def _whole(place: str, name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
-        raise InvalidArgument(f"[replay-allocations] {place}: {name} {brief(text)}: write a whole number")
+        raise malformed(f"{place}: {name} {brief(text)}: write a whole number")
     return int(text)

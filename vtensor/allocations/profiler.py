@@ -10,9 +10,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
 
-from vtensor.allocations.events import AllocationTrace, Kind, checked
-from vtensor.allocations.raw import RawEvent, named
-from vtensor.errors import InvalidArgument
+from vtensor.allocations.events import AllocationTrace, Event, Kind, checked, malformed, named, selected
 
 __all__ = ["read_profile"]
 
@@ -34,15 +32,15 @@ def read_profile(path: Path, device: str | None) -> AllocationTrace:
     try:
         trace = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"[replay-allocations] {path} is not JSON: {error}") from error
+        raise malformed(f"{path} is not JSON: {error}") from error
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
-        raise InvalidArgument(
-            f"[replay-allocations] {path} has no traceEvents: write it with torch.profiler's "
-            "export_chrome_trace"
-        )
+        raise malformed(f"{path} has no traceEvents: write it with torch.profiler's export_chrome_trace")
     memory = [_Memory(path, i, event) for i, event in enumerate(events) if _is_memory(event)]
-    chosen = _device(path, Counter(event.device for event in memory), device)
+    if not memory:
+        raise malformed(f"{path} has no [memory] events: record with profile(profile_memory=True)")
+    found = dict(sorted(Counter(event.device for event in memory).items()))
+    chosen = selected(path, found, device, one="events", several="events", entries="events")
     ordered = sorted((event for event in memory if event.device == chosen), key=lambda event: event.time)
     return AllocationTrace(list(checked(named(_raw(ordered)))), [f"torch.profiler, {chosen}"])
 
@@ -68,28 +66,14 @@ class _Memory:
 
     def _number(self, name: str, value: Any, kinds: tuple[type, ...]) -> Any:
         if type(value) not in kinds or value != value:
-            raise InvalidArgument(
-                f"[replay-allocations] {self.place}: {name} is {brief(value)}, not a number; torch.profiler "
-                "writes one"
+            raise malformed(
+                f"{self.place}: {name} is {brief(value)}, not a number; torch.profiler writes one"
             )
         return value
 
 
-def _device(path: Path, found: Counter[str], asked: str | None) -> str:
-    if not found:
-        raise InvalidArgument(
-            f"[replay-allocations] {path} has no [memory] events: record with profile(profile_memory=True)"
-        )
-    there = ", ".join(f"{name} ({count:,} events)" for name, count in sorted(found.items()))
-    if asked is None and len(found) > 1:
-        raise InvalidArgument(f"[replay-allocations] {path} has events of {there}: choose one with --device")
-    if asked is not None and asked not in found:
-        raise InvalidArgument(f"[replay-allocations] {path} has no events of {asked}, only of {there}")
-    return asked if asked is not None else next(iter(found))
-
-
-def _raw(events: list[_Memory]) -> Iterator[RawEvent]:
+def _raw(events: list[_Memory]) -> Iterator[tuple[str, Event]]:
     for event in events:
         if event.bytes:
             kind: Kind = "alloc" if event.bytes > 0 else "free"
-            yield RawEvent(event.place, kind, event.address, abs(event.bytes), 0)
+            yield event.place, Event(kind, event.address, abs(event.bytes), 0)

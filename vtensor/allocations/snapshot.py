@@ -8,8 +8,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import IO, Any, NoReturn
 
-from vtensor.allocations.events import AllocationTrace, checked
-from vtensor.allocations.raw import RawEvent, named
+from vtensor.allocations.events import AllocationTrace, Event, checked, malformed, named, selected
 from vtensor.errors import InvalidArgument
 
 __all__ = ["read_snapshot"]
@@ -35,10 +34,7 @@ def read_snapshot(path: Path, device: str | None) -> AllocationTrace:
     snapshot = _loaded(path)
     histories = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
     if not isinstance(histories, list) or not all(isinstance(entries, list) for entries in histories):
-        raise InvalidArgument(
-            f"[replay-allocations] {path} has no device_traces: write it with "
-            "torch.cuda.memory._dump_snapshot"
-        )
+        raise malformed(f"{path} has no device_traces: write it with torch.cuda.memory._dump_snapshot")
     number = _device(path, histories, device)
     events = list(_events(path, number, histories[number]))
     live = _live_at_end(path, number, snapshot.get("segments"))
@@ -54,15 +50,13 @@ class _PlainUnpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise InvalidArgument(
-            f"[replay-allocations] {self._path} asks for {module}.{name}, and a snapshot has plain "
+        raise malformed(
+            f"{self._path} asks for {module}.{name}, and a snapshot has plain "
             "containers only: do not unpickle this file elsewhere"
         )
 
     def persistent_load(self, identity: Any) -> NoReturn:
-        raise InvalidArgument(
-            f"[replay-allocations] {self._path} refers to objects outside of it; a snapshot does not"
-        )
+        raise malformed(f"{self._path} refers to objects outside of it; a snapshot does not")
 
 
 def _loaded(path: Path) -> Any:
@@ -72,50 +66,38 @@ def _loaded(path: Path) -> Any:
         except (InvalidArgument, OSError):
             raise
         except Exception as error:  # a malformed pickle may raise anything
-            raise InvalidArgument(
-                f"[replay-allocations] {path} is not a whole pickle: {type(error).__name__}: {error}"
-            ) from error
+            raise malformed(f"{path} is not a whole pickle: {type(error).__name__}: {error}") from error
 
 
 def _device(path: Path, histories: list[list[Any]], asked: str | None) -> int:
-    found = {f"cuda:{i}": i for i, entries in enumerate(histories) if entries}
-    if not found:
-        raise InvalidArgument(
-            f"[replay-allocations] {path} has an empty history: call "
-            "torch.cuda.memory._record_memory_history() before what is recorded"
+    numbers = {f"cuda:{i}": i for i, entries in enumerate(histories) if entries}
+    if not numbers:
+        raise malformed(
+            f"{path} has an empty history: call torch.cuda.memory._record_memory_history() before what is "
+            "recorded"
         )
-    there = ", ".join(f"{name} ({len(histories[i]):,} entries)" for name, i in found.items())
-    if asked is None and len(found) > 1:
-        raise InvalidArgument(
-            f"[replay-allocations] {path} has histories of {there}: choose one with --device"
-        )
-    if asked is not None and asked not in found:
-        raise InvalidArgument(f"[replay-allocations] {path} has no history of {asked}, only of {there}")
-    return found[asked] if asked is not None else next(iter(found.values()))
+    found = {name: len(histories[i]) for name, i in numbers.items()}
+    return numbers[selected(path, found, asked, one="history", several="histories", entries="entries")]
 
 
-def _events(path: Path, number: int, entries: list[Any]) -> Iterator[RawEvent]:
+def _events(path: Path, number: int, entries: list[Any]) -> Iterator[tuple[str, Event]]:
     completed = any(isinstance(entry, dict) and entry.get("action") == "free_completed" for entry in entries)
     free = "free_completed" if completed else "free_requested"
     for i, entry in enumerate(entries):
         place = f"{path} device_traces[{number}][{i}]"
         if not isinstance(entry, dict):
-            raise InvalidArgument(f"[replay-allocations] {place}: a {type(entry).__name__}, not a dict")
+            raise malformed(f"{place}: a {type(entry).__name__}, not a dict")
         action = entry.get("action")
         if action not in ("alloc", free):
             continue
         nbytes = _whole(place, "size", entry.get("size"))
         if nbytes:
-            yield RawEvent(
-                place,
-                "alloc" if action == "alloc" else "free",
-                _whole(place, "addr", entry.get("addr")),
-                nbytes,
-                _whole(place, "stream", entry.get("stream", 0)),
-            )
+            address = _whole(place, "addr", entry.get("addr"))
+            stream = _whole(place, "stream", entry.get("stream", 0))
+            yield place, Event("alloc" if action == "alloc" else "free", address, nbytes, stream)
 
 
-def _live_at_end(path: Path, number: int, ranges: Any) -> Iterator[RawEvent]:
+def _live_at_end(path: Path, number: int, ranges: Any) -> Iterator[tuple[str, Event]]:
     """The allocations in the snapshot. Old versions of torch leave out an address; it follows from the sizes
     before it."""
     for i, found in enumerate(ranges if isinstance(ranges, list) else []):
@@ -128,16 +110,16 @@ def _live_at_end(path: Path, number: int, ranges: Any) -> Iterator[RawEvent]:
         for j, part in enumerate(parts if isinstance(parts, list) else []):
             where = f"{place}['blocks'][{j}]"
             if not isinstance(part, dict):
-                raise InvalidArgument(f"[replay-allocations] {where}: a {type(part).__name__}, not a dict")
+                raise malformed(f"{where}: a {type(part).__name__}, not a dict")
             size = _whole(where, "size", part.get("size"))
             if part.get("state") in _LIVE:
                 asked = _whole(where, "requested_size", part.get("requested_size", size))
                 at = _whole(where, "address", part.get("address", address))
-                yield RawEvent(where, "alloc", at, asked or size, stream)
+                yield where, Event("alloc", at, asked or size, stream)
             address += size
 
 
 def _whole(place: str, name: str, value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise InvalidArgument(f"[replay-allocations] {place}: {name} is {brief(value)}, not a whole number")
+        raise malformed(f"{place}: {name} is {brief(value)}, not a whole number")
     return value
