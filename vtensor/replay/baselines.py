@@ -3,34 +3,15 @@ with, and the simplest of these."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from vtensor.errors import CapacityExceeded, InvalidArgument, OutOfPages
+from vtensor.kv import KVCacheStats
 from vtensor.serving import KVCacheManager
 
 __all__ = ["ManagerStats", "NeverSwapped", "OneSample", "ReplayCache", "StaticCache"]
-
-
-class CacheStats(Protocol):
-    @property
-    def unit(self) -> int: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def waste(self) -> float: ...
-
-    @property
-    def driver_calls(self) -> Mapping[str, Mapping[str, int]]: ...
-
-
-class ReplayCache(KVCacheManager, Protocol):
-    """The calls of a manager that a replay uses."""
-
-    def stats(self) -> CacheStats: ...
 
 
 @dataclass(frozen=True)
@@ -43,22 +24,42 @@ class ManagerStats:
     driver_calls: dict[str, dict[str, int]] = field(default_factory=lambda: {"caller": {}, "mapper": {}})
 
 
+class ReplayCache(KVCacheManager, Protocol):
+    """The calls of a manager that a replay uses."""
+
+    def stats(self) -> KVCacheStats | ManagerStats: ...
+
+
 class NeverSwapped:
     """A manager without host memory: ``swap_out`` raises OutOfPages, and the scheduler computes again
     instead.
 
     The scheduler swaps only requests of several samples, and a trace has none.
+
+    Args:
+        max_batch: the most slots.
+        max_len: the most tokens of a slot.
     """
+
+    def __init__(self, max_batch: int, max_len: int) -> None:
+        self.max_batch, self.max_len = max_batch, max_len
+        self._lengths = [0] * max_batch
+        self._free_slots = list(reversed(range(max_batch)))
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    def free(self, slot: int) -> None:
+        if slot in self._free_slots:
+            raise InvalidArgument(f"[{type(self).__name__}.free] slot {slot} is free")
+        self._lengths[slot] = 0
+        self._free_slots.append(slot)
 
     def swap_out(self, slot: int | Sequence[int]) -> None:
         raise OutOfPages(f"[{type(self).__name__}.swap_out] there is no host memory: compute it again")
 
     def swap_in(self, slot: int | Sequence[int]) -> bool:
         raise InvalidArgument(f"[{type(self).__name__}.swap_in] slot {slot} is not swapped out")
-
-    def _check_used(self, slot: int, free: list[int]) -> None:
-        if slot in free:
-            raise InvalidArgument(f"[{type(self).__name__}.free] slot {slot} is free")
 
 
 class OneSample(NeverSwapped):
@@ -87,17 +88,15 @@ class StaticCache(OneSample):
     """
 
     def __init__(self, tokens: int, max_batch: int, max_len: int) -> None:
-        self.max_batch, self.max_len = min(max_batch, tokens // max_len), max_len
+        super().__init__(min(max_batch, tokens // max_len), max_len)
         if self.max_batch < 1:
             raise InvalidArgument(
                 f"[StaticCache] one slot of {max_len} tokens, but memory for {tokens}: give it more, or "
                 "lower max_len"
             )
-        self._lengths = [0] * self.max_batch
-        self._free = list(range(self.max_batch))
 
     def alloc(self, tokens: Sequence[int] | None = None, *, salt: str = "", expect: int = 0) -> int:
-        return self._free.pop()
+        return self._free_slots.pop()
 
     def step(self, lengths: Sequence[int]) -> bool:
         if max(lengths) > self.max_len:
@@ -108,17 +107,9 @@ class StaticCache(OneSample):
     def fits(self, lengths: Sequence[int]) -> bool:
         return max(lengths) <= self.max_len
 
-    def free(self, slot: int) -> None:
-        self._check_used(slot, self._free)
-        self._lengths[slot] = 0
-        self._free.append(slot)
-
-    def length(self, slot: int) -> int:
-        return self._lengths[slot]
-
     def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int:
         return 0
 
     def stats(self) -> ManagerStats:
-        live, held = sum(self._lengths), (self.max_batch - len(self._free)) * self.max_len
+        live, held = sum(self._lengths), (self.max_batch - len(self._free_slots)) * self.max_len
         return ManagerStats(unit=self.max_len, tokens=live, waste=held / live - 1 if live else 0.0)

@@ -43,14 +43,13 @@ class PagedCache(NeverSwapped):
             raise InvalidArgument(
                 f"[PagedCache] memory for {frames} frames of {frame_tokens} tokens: give it more"
             )
-        self.max_batch, self.max_len, self.frame_tokens = max_batch, max_len, frame_tokens
+        super().__init__(max_batch, max_len)
+        self.frame_tokens = frame_tokens
         self.tables: list[list[int]] = [[] for _ in range(max_batch)]
         self.copies: list[tuple[int, int]] = []
         self.evictions = 0
-        self._lengths = [0] * max_batch
         # The length up to which each slot needs neither a new frame nor a copy.
         self._room = [0] * max_batch
-        self._free_slots = list(range(max_batch - 1, -1, -1))
         self._refs = [0] * frames
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(frames))  # next to use first
         self._frame_of: dict[int, int] = {}  # by the hash of a full frame and all before it
@@ -90,14 +89,9 @@ class PagedCache(NeverSwapped):
         return self._frames_for(self._grown(lengths), lengths) <= len(self._free)
 
     def free(self, slot: int) -> None:
-        self._check_used(slot, self._free_slots)
+        super().free(slot)
         self._give_back(slot)
         self._hashes[slot] = []
-        self._lengths[slot] = 0
-        self._free_slots.append(slot)
-
-    def length(self, slot: int) -> int:
-        return self._lengths[slot]
 
     def _grown(self, lengths: Sequence[int]) -> list[int]:
         """The slots whose new lengths are above their room."""

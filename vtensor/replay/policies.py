@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -116,21 +116,6 @@ def _vtensor(server: Server) -> Iterator[ReplayCache]:
         pool.close()
 
 
-@contextmanager
-def _paged(server: Server) -> Iterator[ReplayCache]:
-    yield PagedCache(server.tokens // 16, server.max_batch, server.max_len, frame_tokens=16)
-
-
-@contextmanager
-def _static(server: Server) -> Iterator[ReplayCache]:
-    yield StaticCache(server.tokens, server.max_batch, server.max_len)
-
-
-@contextmanager
-def _ideal(server: Server) -> Iterator[ReplayCache]:
-    yield RadixCache(server.tokens, server.max_batch, server.max_len)
-
-
 @dataclass(frozen=True)
 class Terms:
     """The inputs of a policy's scheduler.
@@ -183,9 +168,9 @@ class Policy:
 
 POLICIES = {
     "vtensor": Policy(_vtensor),
-    "paged": Policy(_paged),
-    "static": Policy(_static),
-    "ideal": Policy(_ideal),
+    "paged": Policy(lambda s: nullcontext(PagedCache(s.tokens // 16, s.max_batch, s.max_len))),
+    "static": Policy(lambda s: nullcontext(StaticCache(s.tokens, s.max_batch, s.max_len))),
+    "ideal": Policy(lambda s: nullcontext(RadixCache(s.tokens, s.max_batch, s.max_len))),
     "whole": Policy(_vtensor, _whole_prompts, opt_in=True),
     "layerkv": Policy(_vtensor, _layerkv, opt_in=True),
 }

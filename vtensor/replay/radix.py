@@ -35,11 +35,10 @@ class RadixCache(OneSample):
     """
 
     def __init__(self, tokens: int, max_batch: int, max_len: int, unit: int = 16) -> None:
-        self.max_batch, self.max_len, self.unit = max_batch, max_len, unit
+        super().__init__(max_batch, max_len)
+        self.unit = unit
         self._tokens_free = tokens
-        self._lengths = [0] * max_batch
         self._paths: list[list[_Node]] = [[] for _ in range(max_batch)]
-        self._free_slots = list(range(max_batch))
         self._roots: dict[str, _Node] = {}
         self._idle = 0  # units that no slot uses
         self._leaves: list[tuple[int, int, _Node]] = []  # idle leaves, and some that were
@@ -68,9 +67,9 @@ class RadixCache(OneSample):
         return sum(lengths) - sum(self._lengths) <= self._tokens_free + self._idle * self.unit
 
     def free(self, slot: int) -> None:
-        self._check_used(slot, self._free_slots)
-        path = self._paths[slot]
-        self._tokens_free += self._lengths[slot] - len(path) * self.unit
+        path, length = self._paths[slot], self._lengths[slot]
+        super().free(slot)
+        self._tokens_free += length - len(path) * self.unit
         self._clock += 1
         for node in reversed(path):
             node.users -= 1
@@ -79,11 +78,6 @@ class RadixCache(OneSample):
                 self._idle += 1
                 self._note_leaf(node)
         path.clear()
-        self._lengths[slot] = 0
-        self._free_slots.append(slot)
-
-    def length(self, slot: int) -> int:
-        return self._lengths[slot]
 
     def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int:
         path, units = self._paths[slot], len(tokens) // self.unit
