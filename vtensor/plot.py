@@ -21,9 +21,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from vtensor import pool as _pool
 from vtensor import trace
@@ -110,11 +111,12 @@ def page_map(tensor: VTensor | KVCache | Arena, *, ax: Axes | None = None) -> Ax
     axes = _axes("page_map", ax, (8, 1.2 + 0.2 * min(len(pages.rows), 16)))
     shown = pages.shown()
     top = 0
-    for runs, alike in groupby(_bands(pages, shown), key=lambda band: band.runs):
-        height = sum(band.rows for band in alike)
-        for state, start, width in _widths(runs):
+    for runs, alike in groupby(_bands(pages, shown), key=itemgetter(0)):
+        height = sum(rows for _, rows in alike)
+        for run in runs:
+            width, colour = run.stop - run.start, COLOURS[run.state]
             axes.broken_barh(
-                [(start, width)], (top, height), facecolors=COLOURS[state], edgecolors="white", linewidth=0.8
+                [(run.start, width)], (top, height), facecolors=colour, edgecolors="white", linewidth=0.8
             )
         top += height
     if shown <= _MOST_LINES:
@@ -495,23 +497,13 @@ def _unit(most: float) -> tuple[float, str]:
     return 1024.0**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
 
 
-class _Band(NamedTuple):
-    """Adjacent rows drawn as one."""
-
-    runs: list[PageRun]
-    rows: int
-
-
-def _bands(pages: TensorPages, shown: int) -> Iterator[_Band]:
+def _bands(pages: TensorPages, shown: int) -> Iterator[tuple[list[PageRun], int]]:
+    """Adjacent rows drawn as one: their runs, and how many they are."""
     rows = -(-len(pages.rows) // _MOST_BANDS) or 1
     for first in range(0, len(pages.rows), rows):
         together = pages.rows[first : first + rows]
         runs = [run for row in together for run in row]
-        yield _Band(cells(runs, shown, _MOST_CELLS), len(together))
-
-
-def _widths(runs: Iterable[PageRun]) -> Iterator[tuple[str, int, int]]:
-    return ((run.state, run.start, run.stop - run.start) for run in runs)
+        yield cells(runs, shown, _MOST_CELLS), len(together)
 
 
 # -- events and owners

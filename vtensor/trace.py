@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from vtensor import _core
 from vtensor._base.arguments import integer
+from vtensor._base.terminal import aligned
 from vtensor.errors import InvalidArgument, VTensorError
 
 __all__ = ["Event", "Recording", "load", "record"]
@@ -362,14 +363,7 @@ def _summary(events: Iterable[Event], dropped: int) -> str:
                 f"{sum(event.nbytes for event in group):,}",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = aligned(rows, left=2)
     if dropped:
         lines.append(f"{dropped:,} older events were dropped: record(capacity=) keeps more")
     return "\n".join(lines)

@@ -1,15 +1,15 @@
-"""What commands write to a terminal: the progress of long work, and their errors."""
+"""What commands write to a terminal: tables, the progress of long work, and their errors."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vtensor.errors import InvalidArgument, VTensorError
 
-__all__ = ["Progress", "exit_status"]
+__all__ = ["Progress", "aligned", "exit_status"]
 
 
 class Progress:
@@ -50,3 +50,12 @@ def exit_status(run: Callable[[argparse.Namespace], None], arguments: argparse.N
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidArgument) else 1
     return 0
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """The lines of a table, with all but the first ``left`` columns to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [
+        [*map(str.ljust, row[:left], widths), *map(str.rjust, row[left:], widths[left:])] for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in cells]

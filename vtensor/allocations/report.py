@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vtensor._base.terminal import aligned
 from vtensor._base.units import byte_text
 from vtensor.allocations.events import AllocationTrace
 from vtensor.allocations.replay import ROOM, Need, Run
@@ -64,11 +65,7 @@ def table(comparison: Comparison) -> str:
     room = byte_text(ROOM * needs[0].peak)
     lines += [[f"of {ROOM:g} the peak", room, f"{ROOM:.4f}", *short]]
     lines += [[need.name, "", "", *_counts(need.with_room, names)] for need in needs]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
-        for line in lines
-    ]
+    texts = aligned(lines)
     texts = [comparison.headline, *texts[: len(needs) + 1], "", *texts[len(needs) + 1 :]]
     for need in needs:
         if (run := need.with_room) is not None and run.seconds is not None:

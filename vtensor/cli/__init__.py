@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from vtensor._base import starting
 from vtensor.errors import VTensorError
@@ -68,60 +69,35 @@ def _run(arguments: list[str]) -> int:
     commands.add_parser("bench", help="figures beside their baselines, from a checkout", add_help=False)
     if arguments[:1] not in (["info"], ["top"], ["demo"], ["bench"]):
         if _has_replay():
-            importlib.import_module("vtensor.replay.cli").add_parser(commands)
-        importlib.import_module("vtensor.allocations.cli").add_parser(commands)
+            _imported("replay.cli").add_parser(commands)
+        _imported("allocations.cli").add_parser(commands)
 
     options, rest = parser.parse_known_args(arguments)
     if rest and (options.command not in ("demo", "bench") or arguments[0] != options.command):
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
     runs: dict[str, Command] = {
-        "info": _info,
-        "top": _top,
+        "info": lambda options, rest: _imported("cli.info").main(as_json=options.json),
+        "top": lambda options, rest: _imported("cli.top").main(once=options.once, as_json=options.json),
         "demo": _demo,
-        "bench": _bench,
-        "replay": _replay,
-        "replay-allocations": _replay_allocations,
+        "bench": lambda options, rest: _imported("cli.bench").main(rest),
+        "replay": lambda options, rest: _imported("replay.cli").main(options) or 0,
+        "replay-allocations": lambda options, rest: _imported("allocations.cli").main(options),
     }
-    run = runs[options.command]
-    return run(options, rest)
+    return runs[options.command](options, rest)
 
 
-def _info(options: argparse.Namespace, rest: list[str]) -> int:
-    from vtensor.cli import info
-
-    return info.main(as_json=options.json)
-
-
-def _top(options: argparse.Namespace, rest: list[str]) -> int:
-    from vtensor.cli import top
-
-    return top.main(once=options.once, as_json=options.json)
+def _imported(name: str) -> Any:
+    """A module of vtensor, by name: the package needs only torch, and only its commands need more."""
+    return importlib.import_module(f"vtensor.{name}")
 
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> int:
     try:
-        # Imported by name: the package needs only torch, and only its commands need more.
-        demo = importlib.import_module("vtensor.integrations.demo")
+        demo = _imported("integrations.demo")
     except ModuleNotFoundError as missing:
         _print_error(f"error: the demo needs {missing.name}: pip install 'vtensor[demo]'")
         return 1
     status: int = demo.main(rest)
-    return status
-
-
-def _bench(options: argparse.Namespace, rest: list[str]) -> int:
-    from vtensor.cli import bench
-
-    return bench.main(rest)
-
-
-def _replay(options: argparse.Namespace, rest: list[str]) -> int:
-    status: int | None = importlib.import_module("vtensor.replay.cli").main(options)
-    return status or 0
-
-
-def _replay_allocations(options: argparse.Namespace, rest: list[str]) -> int:
-    status: int = importlib.import_module("vtensor.allocations.cli").main(options)
     return status
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import vtensor
+from vtensor._base.units import byte_text
 from vtensor.cli.drivers import Driver, drivers, libraries
 from vtensor.cli.limits import Limit, limits
 from vtensor.cli.selftest import Step, self_test
@@ -114,10 +115,4 @@ def _limit_lines(limit: Limit) -> str:
 
 
 def _bytes(number: int | None) -> str:
-    if number is None:
-        return "unknown"
-    size, units = float(number), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.4g} {units[0]}"
+    return "unknown" if number is None else byte_text(number)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from vtensor._base.terminal import aligned
 from vtensor.errors import VTensorError
 from vtensor.replay.simulate import Result
 
@@ -48,11 +49,7 @@ _LINES: dict[str, dict[str, Any]] = {
 
 def table(results: Sequence[Result]) -> str:
     """A column for each policy and a line for each figure. Four policies fit in 80 characters."""
-    lines = [[name, *map(show, results)] for name, show in _FIGURES.items()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines
-    )
+    return "\n".join(aligned([[name, *map(show, results)] for name, show in _FIGURES.items()]))
 
 
 def to_json(settings: dict[str, object], results: Sequence[Result]) -> str:

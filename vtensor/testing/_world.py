@@ -12,7 +12,7 @@ import torch
 
 import vtensor
 from vtensor.testing._checks import check_invariants, fail_after
-from vtensor.testing.model import ModelTensor, ModelView, bytes_of, held_slots, only_of
+from vtensor.testing.model import ModelTensor, ModelView, bytes_of, only_of
 
 BUDGET_PAGES = 32
 PAGE_SIZES = (4096, 16384)
@@ -268,7 +268,8 @@ class World:
                 if t.memory is memory:
                     slots = t.slots()
                     needed += len(slots) * memory.rows
-            held += held_slots(memory, slots, self.views)
+            covered = {slot for view in self.views if view.memory is memory for slot in view.slots}
+            held += len(covered - slots) * memory.rows
         return needed, held
 
     def check_counts(self, pool: vtensor.Pool) -> None:

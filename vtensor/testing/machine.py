@@ -23,6 +23,7 @@ Needs hypothesis. Testing stateful systems against a model comes from Claessen a
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 
@@ -202,20 +203,8 @@ class TensorMachine(World, RuleBasedStateMachine):
         before = t.families
         t.family, child_family = self.new_family(), self.new_family()
         t.families = before | {t.family}
-        f = ModelTensor(
-            child,
-            t.pool,
-            memory,
-            t.shape_before,
-            t.item,
-            t.dtype,
-            t.capacity,
-            child_family,
-            before | {child_family},
-            length=t.length,
-            zeroed=t.zeroed,
-            move=t.move,
-        )
+        families = before | {child_family}
+        f = replace(t, actual=child, memory=memory, family=child_family, families=families, front=0)
         self.settle_address(f)
         self.tensors.append(f)
 

@@ -96,7 +96,7 @@ class ModelTensor:
     move: bool = False
     base: int = 0  # address of position 0
     row_stride: int = 0  # bytes
-    serial: int = field(default_factory=lambda: next(_serial))
+    serial: int = field(init=False, default_factory=lambda: next(_serial))
 
     @property
     def rows(self) -> int:
@@ -148,12 +148,3 @@ class ModelView:
 
     def window(self) -> torch.Tensor:
         return self.memory.cells[:, self.start : self.stop]
-
-
-def held_slots(memory: Memory, needed: set[int], views: list[ModelView]) -> int:
-    """Pages of a memory, over all rows, that only views hold (I3, I4)."""
-    covered: set[int] = set()
-    for view in views:
-        if view.memory is memory:
-            covered |= view.slots
-    return len(covered - needed) * memory.rows
