@@ -104,7 +104,7 @@ def looked(memory, used: list[int], leaving: list[int]) -> tuple[float, int]:
     stats = memory.arena.stats()
     active = stats.pages_active
     assert active >= pages(used), "a block in use has no memory"
-    assert all(memory.blocks.whole(used))
+    assert all(memory.whole(used))
     return active / pages(used + leaving) - 1, stats.pages_prefetched * size
 
 
