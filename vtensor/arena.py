@@ -10,8 +10,8 @@ import torch
 
 from vtensor import _core
 from vtensor._base.arguments import integer, of_type, require_tables, tag_of
-from vtensor._base.notebook import bundle
-from vtensor._base.processes import StaysHere
+from vtensor._base.notebook import Drawn
+from vtensor._base.processes import Closes
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import whole_storage
 from vtensor.errors import Closed, InvalidArgument
@@ -53,7 +53,7 @@ class ArenaStats:
     pages_evicted: int = field(repr=False)
 
 
-class Arena(StaysHere):
+class Arena(Closes, Drawn):
     """One flat reserved range as one plain tensor; blocks of bytes in it are mapped in any order.
 
     :attr:`tensor` never moves, and may cover more bytes than there is memory. :meth:`map` gives blocks their
@@ -247,12 +247,3 @@ class Arena(StaysHere):
             return f"<vtensor.Arena {self.nbytes:,} bytes of another process>"
         mapped = self.stats().nbytes_mapped
         return f"<vtensor.Arena {self.nbytes:,} bytes, {mapped:,} mapped, in {self._pool!r}>"
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(self)
-
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

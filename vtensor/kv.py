@@ -11,8 +11,8 @@ import torch
 
 from vtensor import _core
 from vtensor._base.arguments import default_device, device_of, integer, items, of_type, require_tables, tag_of
-from vtensor._base.notebook import bundle
-from vtensor._base.processes import StaysHere
+from vtensor._base.notebook import Drawn
+from vtensor._base.processes import Closes
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import whole_storage
 from vtensor._kv.layout import CacheLayout, layout_of, size_of
@@ -31,7 +31,7 @@ _MOST = 2**62  # more than any address space has bytes
 _PER_LAYER, _PER_SLOT, _PER_ROW_GROUP = 3000, 350, 70
 
 
-class KVCache(StaysHere):
+class KVCache(Closes, Drawn):
     """K and V of many requests that come and go, share prefixes, fork, and are swapped.
 
     Each layer's K and V are one strided tensor over all slots. Its address never changes, and only the pages
@@ -602,12 +602,6 @@ class KVCache(StaysHere):
         CacheCore.close(self._core, stream_handle("KVCache.close", stream))
         self._layers, self._bytes = [], []
 
-    def __enter__(self) -> KVCache:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         if self.closed:
             state = "closed"
@@ -619,9 +613,6 @@ class KVCache(StaysHere):
             f"<vtensor.KVCache {self._layout.num_layers} layers, max_len {self.max_len}, {self.dtype}, "
             f"{self._pool.device}, {state}>"
         )
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(self)
 
     # -- inside
 

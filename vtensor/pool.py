@@ -16,8 +16,8 @@ import torch
 
 from vtensor import _core
 from vtensor._base.arguments import byte_count, choice, device_of, number, tag_of
-from vtensor._base.notebook import bundle
-from vtensor._base.processes import StaysHere
+from vtensor._base.notebook import Drawn
+from vtensor._base.processes import Closes
 from vtensor._base.units import Bytes
 from vtensor._pool.adopted import Adopted
 from vtensor._pool.closed import ClosedPool
@@ -115,7 +115,7 @@ class PoolStats:
     driver_calls: dict[str, dict[str, int]] = field(repr=False)
 
 
-class Pool(StaysHere):
+class Pool(Closes, Drawn):
     """The physical pages of one device, behind the tensors made with ``pool=``.
 
     Bytes are whole numbers, or text such as ``"40GiB"``, ``"512MiB"``, ``"64KiB"``.
@@ -224,12 +224,6 @@ class Pool(StaysHere):
         if self._closed or self.broken is not None:
             state = " closed" if self._closed else ", broken"
         return f"<vtensor.Pool {self._device}, {self.budget:,} bytes in pages of {self.page_size:,}{state}>"
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(self)
-
-    def _repr_html_(self) -> str:
-        return self._repr_mimebundle_()["text/html"]
 
     @property
     def device(self) -> torch.device:
@@ -506,12 +500,6 @@ class Pool(StaysHere):
                 _, heap = self._heaps.popitem()
                 heap.torch_pool = None  # its end gives back what torch has cached
                 heap.core.close()
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _open_core(self, operation: str) -> _core.PagePool:
         _core.refuse_in_forked_child(operation)

@@ -32,7 +32,7 @@ import torch
 
 from vtensor import _core
 from vtensor._base.arguments import of_type
-from vtensor._base.processes import StaysHere, keep_private
+from vtensor._base.processes import Closes, StaysHere, keep_private
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
@@ -342,7 +342,7 @@ def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:
 # -- objects that have tensors: their readers have views, which never change
 
 
-class ObjectReader(StaysHere):
+class ObjectReader(Closes):
     """What another process reads of an object: plain tensors that :meth:`sync` does not replace.
 
     They have their full size from the beginning. Where the writer has nothing they read as zeros, or fault on
@@ -381,12 +381,6 @@ class ObjectReader(StaysHere):
         if self.closed:
             raise Closed(f"[{type(self).__name__}] the reader is closed: receive the object again")
         return self._tensors[key]
-
-    def __enter__(self) -> ObjectReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class ArenaReader(ObjectReader):

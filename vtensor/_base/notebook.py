@@ -21,3 +21,13 @@ def draw_with(draw: Draw) -> None:
 def bundle(shown: object) -> dict[str, str]:
     """``text/plain`` and ``text/html``, for IPython's ``_repr_mimebundle_``."""
     return _draw(shown)
+
+
+class Drawn:
+    """An object that notebooks draw."""
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return bundle(self)
+
+    def _repr_html_(self) -> str:
+        return bundle(self)["text/html"]

@@ -13,7 +13,7 @@ Torch shares a copy of that one, and vtensor's storages stay in place.
 from __future__ import annotations
 
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -41,6 +41,19 @@ class StaysHere:
             f"[{name}] a {name} can be neither pickled nor copied, its memory is mapped in this process: "
             "make another one, and send or save tensors with x.clone()"
         )
+
+
+class Closes(StaysHere):
+    """Such an object that the end of a ``with`` closes."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def keep_private(tensor_class: type[torch.Tensor]) -> None:
