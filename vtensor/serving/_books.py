@@ -22,6 +22,7 @@ from vtensor.serving.slots import KVCacheManager
 __all__ = ["Books", "by_arrival"]
 
 by_arrival = attrgetter("order")
+_MOST = 4  # iterations for which an announced request waits until it is mapped
 _HELD = (Status.WAITING, Status.RUNNING, Status.SWAPPED)
 
 
@@ -41,6 +42,10 @@ class Books:
         self.lengths = [0] * cache.max_batch
         self.settled = True  # books and cache agree; not while an operation changes them, or was interrupted
         self.changing: list[SampleGroup] = []  # an operation is changing their slots
+        # The first waiting requests, which begin with the next iteration: the iterations since each was
+        # announced. They have a slot already, and the mapper maps their prompts. None without look-ahead.
+        self.announced: dict[SampleGroup, int] = {}
+        self._ahead = cache if isinstance(cache, KVCache) and cache.lookahead > 0 else None
         self.unit = cache.stats().unit
 
     def held(self, request_id: abc.Hashable) -> SampleGroup | None:
@@ -56,8 +61,12 @@ class Books:
         self.groups.pop(group.request.id, None)
 
     def settle(self) -> None:
-        """Settles an interrupted operation: the requests whose slots it was changing are computed again,
-        slots that no request has by the books are freed, and lengths are those of the cache."""
+        """Settles an interrupted operation, if there was one: the requests whose slots it was changing are
+        computed again, slots that no request has by the books are freed, and lengths are those of the
+        cache."""
+        if self.settled:
+            return
+        self.announced.clear()
         for group in self.changing:
             if group.status in (Status.RUNNING, Status.SWAPPED):
                 commit(self.wait(group))
@@ -82,6 +91,7 @@ class Books:
             (self._queue_of(group).remove, group),
             (self.running.insert, bisect(self.running, group.order, key=by_arrival), group),
             (setattr, group, "status", Status.RUNNING),
+            (self.announced.pop, group, None),
         ]
 
     def wait(self, group: SampleGroup) -> list[Change]:
@@ -120,10 +130,58 @@ class Books:
             (self._queue_of(group).remove, group),
             (setattr, group, "status", status),
             (setattr, group, "reason", reason),
+            (self.announced.pop, group, None),
         ]
 
     def _queue_of(self, group: SampleGroup) -> list[SampleGroup]:
         return (self.waiting, self.running, self.swapped)[_HELD.index(group.status)]
+
+    # ------------------------------------------------------------------ announced requests
+
+    def must_wait(self, group: SampleGroup, lengths: list[int]) -> bool:
+        """Whether to announce a request that needs these lengths, or to announce it again: it is not mapped,
+        and has not waited long enough."""
+        if self._ahead is None or self.announced.get(group) == _MOST:
+            return False
+        return group not in self.announced or not self._ahead.prepare(lengths)
+
+    def announce(self, group: SampleGroup, slot: int, covered: int) -> None:
+        """Announces a waiting request that begins with the next iteration: its prompt is mapped before."""
+        self.note(
+            [
+                (self.announced.__setitem__, group, self.announced.get(group, 0) + 1),
+                (self.lengths.__setitem__, slot, covered),
+                (setattr, group.live[0], "slot", slot),
+            ]
+        )
+
+    def withdraw(self, group: SampleGroup, slot: int) -> None:
+        """Frees the slot of a waiting request that cannot begin yet."""
+        self.cache.free(slot)
+        self.note(
+            [
+                (self.lengths.__setitem__, slot, 0),
+                (setattr, group.live[0], "slot", None),
+                (self.announced.pop, group, None),
+            ]
+        )
+
+    def with_prompts(self, lengths: list[int]) -> list[int]:
+        """A copy of ``lengths``, with the prompts of announced requests."""
+        lengths = lengths.copy()
+        for group in self.announced:
+            lengths[slot_of(group.live[0])] = target(group.live[0])
+        return lengths
+
+    def look_ahead(self) -> None:
+        """Has the mapper map what is known of the next iteration while this one is computed: one more token
+        of each slot, and the prompts of announced requests if there is room for them too."""
+        if self._ahead is None:
+            return
+        ahead = [length and length + 1 for length in self.lengths]
+        self._ahead.prepare(ahead)
+        if self.announced:
+            self._ahead.prepare(self.with_prompts(ahead))
 
     # ------------------------------------------------------------------ slots
 

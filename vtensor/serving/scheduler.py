@@ -14,7 +14,6 @@ from itertools import repeat
 
 from vtensor._base.arguments import number
 from vtensor.errors import InvalidArgument
-from vtensor.serving._announcements import Announcements
 from vtensor.serving._books import Books, by_arrival
 from vtensor.serving._commit import Change, commit, each
 from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, next_piece, slot_of, target
@@ -78,7 +77,6 @@ class Scheduler:
         self._began = 0.0  # when the iteration under way was planned
         self.stats = SchedulerStats()
         self._books = Books(cache)
-        self._announcements = Announcements(cache)
         self.waiting, self.running = self._books.waiting, self._books.running
         self.swapped = self._books.swapped
         self.cancelled: list[SampleGroup] = []  # not in a plan yet
@@ -134,7 +132,7 @@ class Scheduler:
         group = self._books.held(request_id)
         if group is None:
             raise InvalidArgument(f"[Scheduler.cancel] no request {request_id!r} waits, runs or is swapped")
-        self._settle()
+        self._books.settle()
         self._books.settled = False
         changes = self._books.free(group, group.holders) + self._leave(group, Status.CANCELLED, "cancelled")
         self._books.note([*changes, (self.cancelled.append, group)])
@@ -153,7 +151,7 @@ class Scheduler:
         """
         if self.planned is not None:
             raise InvalidArgument("[Scheduler.plan] the last one is not complete: call complete() first")
-        self._settle()
+        self._books.settle()
         self._books.settled = False
         plan = self._next
         plan.work, plan.sampled, plan.tokens, plan.cancelled = [], [], 0, self.cancelled
@@ -168,7 +166,7 @@ class Scheduler:
         if len(plan.preempted) == left:
             self._admit(plan)
         if plan.work:
-            self._announcements.look_ahead(self._books.lengths)
+            self._books.look_ahead()
         commit(
             [
                 (setattr, self, "_began", self._clock()),
@@ -236,7 +234,7 @@ class Scheduler:
             if not came_back and not self._has_slots(group):
                 break
             fits = self._bring_back(plan, group) if came_back else self._place(plan, group)
-            if fits and group in self._announcements:
+            if fits and group in self._books.announced:
                 announced.add(group)
             if fits:
                 continue
@@ -262,7 +260,7 @@ class Scheduler:
     def _has_slots(self, group: SampleGroup) -> bool:
         """Whether there are slots for a waiting request."""
         taken = self._sequences + sum(len(other.live) for other in self.swapped)
-        taken += self._announcements.sequences_beside(group)
+        taken += sum(len(other.live) for other in self._books.announced if other is not group)
         return taken + len(group.live) <= self.cache.max_batch
 
     def _let_leave(self, plan: Plan) -> None:
@@ -296,7 +294,7 @@ class Scheduler:
         prompt = target(sequence)
         lengths = self._books.lengths.copy()
         lengths[slot] = prompt
-        planned = self._announcements.with_prompts(lengths)
+        planned = self._books.with_prompts(lengths)
         # `fits` comes first: a refused step has given up prefixes that later requests would have found. A
         # request that waited for others comes back with room for more than it had, so that it makes progress
         # each time.
@@ -307,41 +305,20 @@ class Scheduler:
         asks = (self.running and group is not self._invited) or self._short_since is not None
         if asks and not self.cache.fits(wanted):
             placed = False
-        elif asks and self.running and self._announcements.must_wait(group, lengths):
-            self._announce(group, slot, covered)
+        elif asks and self.running and self._books.must_wait(group, lengths):
+            self._books.announce(group, slot, covered)
             return True
         else:
             placed = self._step(lengths, alone=not self.running)
         if not placed:
             if not self.running:
                 self._may_wait(wanted)
-            self._withdraw(group, slot)
+            self._books.withdraw(group, slot)
             return False
         self._enter(plan, group, slot, covered, [(setattr, self._books, "lengths", lengths)])
         if piece := next_piece(plan, sequence, covered, self.token_budget):
             add_piece(plan, piece)
         return True
-
-    def _announce(self, group: SampleGroup, slot: int, covered: int) -> None:
-        """Announces a waiting request that begins with the next iteration: its prompt is mapped before."""
-        self._books.note(
-            [
-                self._announcements.announce(group),
-                (self._books.lengths.__setitem__, slot, covered),
-                (setattr, group.live[0], "slot", slot),
-            ]
-        )
-
-    def _withdraw(self, group: SampleGroup, slot: int) -> None:
-        """Frees the slot of a request that cannot begin yet."""
-        self.cache.free(slot)
-        self._books.note(
-            [
-                (self._books.lengths.__setitem__, slot, 0),
-                (setattr, group.live[0], "slot", None),
-                self._announcements.drop(group),
-            ]
-        )
 
     def _enter(self, plan: Plan, group: SampleGroup, slot: int, covered: int, changes: list[Change]) -> None:
         """Makes a waiting request a running one, in a slot that has its first tokens."""
@@ -359,7 +336,7 @@ class Scheduler:
                 (setattr, stats, "prompt_tokens", stats.prompt_tokens + group.prompt_tokens),
                 (setattr, stats, "reused_tokens", stats.reused_tokens + covered),
             ]
-        self._books.note([*changes, *self._books.run(group), self._announcements.drop(group)])
+        self._books.note([*changes, *self._books.run(group)])
         self._sequences += len(group.live)
 
     def _bring_back(self, plan: Plan, group: SampleGroup) -> bool:
@@ -475,16 +452,9 @@ class Scheduler:
         """Ends a request whose slots are free. A step that was refused may be granted now."""
         return [
             *self._books.leave(group, status, reason),
-            self._announcements.drop(group),
             (setattr, self, "_refused", False),
             (setattr, self, "_short_since", None),
         ]
-
-    def _settle(self) -> None:
-        """Makes books and cache agree after an interrupted operation."""
-        if not self._books.settled:
-            self._announcements.clear()
-            self._books.settle()
 
     # ------------------------------------------------------------------ completing
 
@@ -510,7 +480,7 @@ class Scheduler:
             )
         chosen = None if tokens is None else token_ids("Scheduler.complete", tokens)
         now = self._clock()
-        self._settle()
+        self._books.settle()
         self._books.settled = False
         computed: list[TokenSequence] = []
         stops: list[int] = []
@@ -599,7 +569,7 @@ class Scheduler:
             DriverError, OutOfPages, TimedOut: errors of the cache. The sequences are as before.
         """
         if self.planned is None:
-            self._settle()
+            self._books.settle()
         group = self._books.held(request_id)
         if (
             self.planned is not None
