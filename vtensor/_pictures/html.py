@@ -13,10 +13,10 @@ from typing import Any
 
 from vtensor._base.units import byte_text
 from vtensor._pictures.pages import COLOURS, MEANINGS, PageRun, TensorPages, cells, pages_of, pages_of_arena
-from vtensor.arena import Arena
+from vtensor.arena import Arena, ArenaStats
 from vtensor.errors import Closed, VTensorError
 from vtensor.kv import KVCache
-from vtensor.pool import Pool
+from vtensor.pool import Pool, PoolStats
 from vtensor.tensor import VTensor
 
 _MOST_CELLS = 240  # in a strip
@@ -92,12 +92,7 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
     )
     kept = min(stats.pages_spare, stats.pages_free)
     budget = [("used", stats.pages_used, COLOURS["mapped"]), ("free and kept", kept, COLOURS["cached"])]
-    mapped = [
-        ("active", stats.pages_active, COLOURS["mapped"]),
-        ("prefetched", stats.pages_prefetched, COLOURS["prefetched"]),
-        ("cached", stats.pages_cached, COLOURS["cached"]),
-        ("pinned", stats.pages_pinned, COLOURS["pinned"]),
-    ]
+    mapped = _states("active", stats)
     drawn = _proportions("memory, of the budget", budget, stats.budget // size)
     drawn += _key([*budget, ("free", stats.pages_free - kept, None)])
     drawn += _proportions("page table entries: a page that two tensors share counts twice", mapped)
@@ -117,13 +112,8 @@ def arena_bundle(arena: Arena) -> dict[str, str]:
         f"{byte_text(stats.nbytes_mapped)} mapped of {byte_text(stats.nbytes_reserved)} of addresses, "
         f"in pages of {byte_text(stats.page_size)}"
     )
-    states = [
-        ("mapped", stats.pages_active, COLOURS["mapped"]),
-        ("prefetched", stats.pages_prefetched, COLOURS["prefetched"]),
-        ("cached", stats.pages_cached, COLOURS["cached"]),
-        ("pinned", stats.pages_pinned, COLOURS["pinned"]),
-    ]
-    return _bundle("vtensor.Arena", facts, _tensor_strips(pages, "line"), _key(states))
+    key = _key(_states("mapped", stats))
+    return _bundle("vtensor.Arena", facts, _tensor_strips(pages, "line"), key)
 
 
 @bundle.register(KVCache)
@@ -171,6 +161,16 @@ def _refused(name: str, error: VTensorError) -> dict[str, str]:
     return _bundle(name, str(error))
 
 
+def _states(active: str, stats: PoolStats | ArenaStats) -> list[tuple[str, int, str]]:
+    """Mapped pages by state; those that are needed under the name ``active``."""
+    return [
+        (active, stats.pages_active, COLOURS["mapped"]),
+        ("prefetched", stats.pages_prefetched, COLOURS["prefetched"]),
+        ("cached", stats.pages_cached, COLOURS["cached"]),
+        ("pinned", stats.pages_pinned, COLOURS["pinned"]),
+    ]
+
+
 def _tensor_strips(pages: TensorPages, row: str = "row") -> str:
     shown = pages.shown()
     alike = [
@@ -198,11 +198,8 @@ def _strip(name: str, runs: Sequence[PageRun], shown: int, slots: int) -> str:
             f"page {run.start:,}" if run.stop == run.start + 1 else f"pages {run.start:,} to {run.stop - 1:,}"
         )
         hint = f"<title>{what}: {run.state}</title>"
-        shapes.append(
-            _box(run.start * scale, (run.stop - run.start) * scale, None, hint)
-            if run.state == "reserved"
-            else _box(run.start * scale, (run.stop - run.start) * scale, COLOURS[run.state], hint)
-        )
+        colour = None if run.state == "reserved" else COLOURS[run.state]
+        shapes.append(_box(run.start * scale, (run.stop - run.start) * scale, colour, hint))
     if scale >= 5:  # room for lines between pages
         shapes += [
             f'<path class="vt-empty" stroke="#b4bdc4" stroke-width="0.7" '
