@@ -12,44 +12,30 @@ import torch
 
 import vtensor
 
-from .harness import Bar, Figure, Settings, Skipped, clock, count, interleave, slowdown, speedup
+from .generate import fill, others, require_transformers, token_bytes
+from .harness import Bar, Figure, Settings, clock, count, interleave, slowdown, speedup
 
 
 def run(settings: Settings) -> list[Figure]:
-    if settings.device != "cpu":
-        raise Skipped("the demo runs on the CPU")
-    try:
-        from transformers import DynamicCache, StaticCache
-        from vtensor.integrations.transformers import VTensorCache
-    except ImportError as error:
-        raise Skipped(f"needs transformers ({error})") from error
+    require_transformers(settings)
     from vtensor.integrations.demo.measure import FULL
     from vtensor.integrations.demo.model import PreallocatedCache, make_llama
+    from vtensor.integrations.transformers import VTensorCache
 
     start, steps, warmup = FULL.prompt, settings.pick(FULL.new, 2), settings.pick(3, 1)
     model = make_llama(FULL.layers, FULL.vocab_size)
-    config = model.config
     final = start + steps + warmup
     pool = vtensor.Pool("cpu", page_size=FULL.page_size, prefetch=0)
-    ours = VTensorCache(config, max_len=FULL.max_len, pool=pool)
-    caches = {
-        "vtensor": ours,
-        "limit": PreallocatedCache(config, final),
-        "control": PreallocatedCache(config, final),
-        "dynamic": DynamicCache(config=config),
-        "static": StaticCache(config=config, max_cache_len=final),
-    }
-    for layer in range(FULL.layers):
-        keys, values = torch.randn(2, 1, config.num_key_value_heads, start, config.head_dim)
-        for cache in caches.values():
-            cache.update(keys, values, layer)
+    ours = VTensorCache(model.config, max_len=FULL.max_len, pool=pool)
+    caches = {"vtensor": ours, "control": PreallocatedCache(model.config, final), **others(model, final)}
+    for cache in caches.values():
+        fill(model, cache, 1, start)
 
     token = torch.zeros(1, 1, dtype=torch.int64)
     # A token of padding at the front gives each cache a mask, as StaticCache always has: transformers takes
     # another attention kernel without one, which on the CPU is slower than all that is compared here.
     mask = torch.ones(1, final, dtype=torch.int64)
     mask[0, 0] = 0
-    token_bytes = FULL.layers * 2 * config.num_key_value_heads * config.head_dim * 4
     logits: dict[str, torch.Tensor] = {}
     lengths = dict.fromkeys(caches, start)
     above: list[float] = []
@@ -63,7 +49,7 @@ def run(settings: Settings) -> list[Figure]:
 
         seconds = clock(forward)
         if name == "vtensor":
-            above.append((pool.stats().nbytes_mapped / (length * token_bytes) - 1) * 100)
+            above.append((pool.stats().nbytes_mapped / (length * token_bytes(model)) - 1) * 100)
         return seconds
 
     samples: dict[str, Callable[[], float]] = {name: lambda name=name: step(name) for name in caches}

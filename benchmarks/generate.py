@@ -22,12 +22,7 @@ PREFIX = 8192
 
 
 def run(settings: Settings) -> list[Figure]:
-    if settings.device != "cpu":
-        raise Skipped("the demo's model runs on the CPU")
-    try:
-        import vtensor.integrations.transformers  # noqa: F401
-    except ImportError as error:
-        raise Skipped(f"needs transformers ({error})") from error
+    require_transformers(settings)
     figures = []
     for length in (1024, 8192, 32768):
         figures += generate(settings, settings.pick(length, 128))
@@ -38,8 +33,6 @@ def run(settings: Settings) -> list[Figure]:
 
 def generate(settings: Settings, length: int) -> list[Figure]:
     """Tokens a second, and memory, of generate() going on from `length` tokens."""
-    from transformers import DynamicCache, StaticCache
-    from vtensor.integrations.demo.model import PreallocatedCache
     from vtensor.integrations.transformers import VTensorCache
 
     model = make_model(settings.pick(16, 2))
@@ -47,12 +40,7 @@ def generate(settings: Settings, length: int) -> list[Figure]:
     final = length + (rounds + 1) * new + 1
     pool = vtensor.Pool("cpu")
     ours = VTensorCache(model.config, final, pool)
-    caches = {
-        "vtensor": ours,
-        "limit": PreallocatedCache(model.config, final),
-        "dynamic": DynamicCache(config=model.config),
-        "static": StaticCache(config=model.config, max_cache_len=final),
-    }
+    caches = {"vtensor": ours, **others(model, final)}
     for cache in caches.values():
         fill(model, cache, 1, length)
     ids = {name: torch.zeros(1, length + 1, dtype=torch.int64) for name in caches}
@@ -220,6 +208,27 @@ def prefix(settings: Settings) -> list[Figure]:
         speedup.among(taken, what, "DynamicCache", "vtensor", "dynamic", "control", bar),
         count(what, "the cache itself", more, "pages more", Bar(0)),
     ]
+
+
+def require_transformers(settings: Settings) -> None:
+    if settings.device != "cpu":
+        raise Skipped("the demo's model runs on the CPU")
+    try:
+        import vtensor.integrations.transformers  # noqa: F401
+    except ImportError as error:
+        raise Skipped(f"needs transformers ({error})") from error
+
+
+def others(model: Any, final: int) -> dict[str, Any]:
+    """The caches that ours is compared with, for a length that only two of them need to know."""
+    from transformers import DynamicCache, StaticCache
+    from vtensor.integrations.demo.model import PreallocatedCache
+
+    return {
+        "limit": PreallocatedCache(model.config, final),
+        "dynamic": DynamicCache(config=model.config),
+        "static": StaticCache(config=model.config, max_cache_len=final),
+    }
 
 
 def make_model(layers: int) -> Any:
