@@ -10,7 +10,7 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -528,7 +528,7 @@ def _retire(core: _core.PagePool) -> None:
         core.retire()
 
 
-class _Tensor(Protocol):
+class _Tensor(Sleeper, Protocol):
     """An object that uses a pool's pages and ends with the pool: a VTensor or a KVCache."""
 
     _registered: object
@@ -538,10 +538,6 @@ class _Tensor(Protocol):
     def closed(self) -> bool: ...
 
     def close(self) -> None: ...
-
-    def _fall_asleep(self, sleep: _core.FallAsleep, discard: bool) -> None: ...
-
-    def _wake(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -646,12 +642,7 @@ def pool_options(
                 f"[Pool] shared_budget is {shared_budget!r} and budget is not given: name the budget of all "
                 "pools together"
             )
-    policies = {
-        "never": _core.ZeroPolicy.never,
-        "new_owner": _core.ZeroPolicy.new_owner,
-        "always": _core.ZeroPolicy.always,
-    }
-    policy = policies[choice("Pool", "zero", zero, policies)]
+    policy = choice("Pool", "zero", zero, get_args(ZeroPolicy))
     prefetch = _PREFETCH if prefetch is None else _nbytes("prefetch", prefetch)
     if cache is None:
         cache = 0 if prefetch == 0 else _core.CACHE_BY_BUDGET
@@ -660,7 +651,7 @@ def pool_options(
     return _core.PoolOptions(
         budget=limit,
         shared_budget=shared_budget or "",
-        zero=policy,
+        zero=getattr(_core.ZeroPolicy, policy),
         prefetch=prefetch,
         cache=cache,
         spare=_core.NO_LIMIT if spare is None else _nbytes("spare", spare),

@@ -30,7 +30,6 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from vtensor import _core
@@ -94,12 +93,7 @@ class Recording:
         self._core = _core.TraceRecording(*self._asked)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._begun("record").stop()
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,25 +34,21 @@ class Driver:
 
 def drivers() -> list[Driver]:
     """The host's driver, and one for each GPU. Without a GPU, one whose ``detail`` says why."""
-    return [_host(), *(_cuda(index) for index in range(torch.cuda.device_count()))] + (
-        [] if torch.cuda.is_available() else [Driver("cuda", False, _why_no_cuda())]
-    )
+    host = _driver("cpu", lambda: ("memfd and mmap", max(4096, os.sysconf("SC_PAGE_SIZE"))))
+    gpus = [
+        _driver(f"cuda:{i}", lambda i=i: (torch.cuda.get_device_name(i), granularity(i)))  # type: ignore[misc]
+        for i in range(torch.cuda.device_count())
+    ]
+    missing = [] if torch.cuda.is_available() else [Driver("cuda", False, _why_no_cuda())]
+    return [host, *gpus, *missing]
 
 
-def _host() -> Driver:
-    try:
-        with _pool("cpu") as pool:
-            smallest = max(4096, os.sysconf("SC_PAGE_SIZE"))
-            return _driver("cpu", "memfd and mmap", smallest, pool)
-    except vtensor.VTensorError as error:
-        return Driver("cpu", False, str(error))
-
-
-def _cuda(index: int) -> Driver:
-    device = f"cuda:{index}"
+def _driver(device: str, describe: Callable[[], tuple[str, int | None]]) -> Driver:
     try:
         with _pool(device) as pool:
-            return _driver(device, torch.cuda.get_device_name(index), granularity(index), pool)
+            detail, smallest = describe()
+            sharing = pool.stats().sharing
+            return Driver(device, True, detail, smallest, pool.page_size, pool.budget, sharing)
     except vtensor.VTensorError as error:
         return Driver(device, False, str(error))
 
@@ -61,10 +58,6 @@ def _pool(device: str) -> vtensor.Pool:
         return vtensor.Pool(device, prefetch=0, shareable=True)
     except vtensor.InvalidArgument:  # other processes cannot read what is there
         return vtensor.Pool(device, prefetch=0)
-
-
-def _driver(device: str, detail: str, smallest: int | None, pool: vtensor.Pool) -> Driver:
-    return Driver(device, True, detail, smallest, pool.page_size, pool.budget, pool.stats().sharing)
 
 
 def _why_no_cuda() -> str:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _ENOUGH_MAPPINGS = 262_144
 
@@ -51,7 +54,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
         Limit(
             "vm.max_map_count",
             mappings,
-            _lines(proc / "self/maps"),
+            _or_none(lambda: len((proc / "self/maps").read_bytes().splitlines())),
             "mappings",
             mappings is not None and mappings < _ENOUGH_MAPPINGS,
             "each run of host pages that are neighbours in the pool and in the tensor takes a mapping",
@@ -87,7 +90,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
         Limit(
             "descriptors (ulimit -n)",
             descriptors,
-            _entries(proc / "self/fd"),
+            _or_none(lambda: len(os.listdir(proc / "self/fd"))),
             "descriptors",
             descriptors is not None and descriptors < 256,
             "a host pool keeps one open",
@@ -112,7 +115,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
             "ulimit -l unlimited, or memlock in /etc/security/limits.conf",
         ),
     ]
-    if not _can_read_pagemap(proc / "self/pagemap"):
+    if not _or_none(lambda: _begins(proc / "self/pagemap")):
         listed.append(
             Limit(
                 "/proc/self/pagemap",
@@ -128,12 +131,10 @@ def limits(root: Path = Path("/")) -> list[Limit]:
     return listed
 
 
-def _can_read_pagemap(path: Path) -> bool:
-    try:
-        with path.open("rb", buffering=0) as file:
-            return len(file.read(8)) == 8
-    except OSError:
-        return False
+def _begins(path: Path) -> bool:
+    """Whether 8 bytes of a file can be read."""
+    with path.open("rb", buffering=0) as file:
+        return len(file.read(8)) == 8
 
 
 def _resource(which: int) -> int | None:
@@ -141,27 +142,16 @@ def _resource(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _number(path: Path) -> int | None:
-    """The number in a file; None if it has a word such as "max", or does not exist."""
+def _or_none(ask: Callable[[], T]) -> T | None:
+    """What ``ask`` finds in a file; None if there is no such file, or it has a word such as "max"."""
     try:
-        return int(path.read_text())
+        return ask()
     except (OSError, ValueError):
         return None
 
 
-def _lines(path: Path) -> int | None:
-    try:
-        with path.open("rb") as file:
-            return sum(1 for _ in file)
-    except OSError:
-        return None
-
-
-def _entries(folder: Path) -> int | None:
-    try:
-        return len(os.listdir(folder))
-    except OSError:
-        return None
+def _number(path: Path) -> int | None:
+    return _or_none(lambda: int(path.read_text()))
 
 
 def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
@@ -176,11 +166,7 @@ def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
 
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str]]:
     """(folder, file of the limit, file of the use) of the process's own cgroup and then of each ancestor."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _or_none(lambda: (root / "proc/self/cgroup").read_text().splitlines()) or []:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")

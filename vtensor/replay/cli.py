@@ -7,7 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, TypeVar
 
 from vtensor._base.terminal import Progress, exit_status
 from vtensor.errors import InvalidArgument
@@ -25,6 +25,8 @@ __all__ = ["add_arguments", "add_parser", "main"]
 _LOOKAHEAD = 32
 _MOST_AT_A_TIME = 2**16
 _MOST = 2**31 - 1
+
+_Number = TypeVar("_Number", bound=int | None)
 
 _DESCRIPTION = """Serves a trace of real requests with each of several memory managers in the same amount of
 memory, with the same scheduler and the same model of the device, in simulated time. vtensor maps real pages.
@@ -241,15 +243,7 @@ def _latencies(path: str | None) -> dict[str, float]:
     return {name: us / 1e6 for name, us in given.items()}
 
 
-@overload
-def _within(name: str, number: int, least: int, most: int = _MOST) -> int: ...
-
-
-@overload
-def _within(name: str, number: int | None, least: int, most: int = _MOST) -> int | None: ...
-
-
-def _within(name: str, number: int | None, least: int, most: int = _MOST) -> int | None:
+def _within(name: str, number: _Number, least: int, most: int = _MOST) -> _Number:
     if number is not None and not least <= number <= most:
         bound = f"at least {least}" if number < least else f"at most {most:,}"
         raise InvalidArgument(f"[replay] {name} {number}: it must be {bound}")
