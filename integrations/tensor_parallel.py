@@ -63,12 +63,12 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
         inputs = args[0] if args else kwargs.get("input_ids")
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
         assert inputs is not None, "a model is called with input_ids or with inputs_embeds"
-        sizes = None if _is_initialized(cache) else _local_states(module, inputs, cache)
+        ready = all(layer.is_initialized for layer in cache.layers if isinstance(layer, VTensorLayer))
+        sizes = [] if ready else _local_states(module, inputs, cache)
         error: VTensorError | None = None
         try:
-            if sizes is not None:
-                for layer, (keys, values) in sizes:
-                    layer.lazy_initialization(keys, values)
+            for layer, (keys, values) in sizes:
+                layer.lazy_initialization(keys, values)
             cache.prepare(inputs.shape[1])
         except VTensorError as refused:
             error = refused
@@ -129,10 +129,6 @@ class _Ranks:
 def _group(world: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     return group
-
-
-def _is_initialized(cache: VTensorCache) -> bool:
-    return all(layer.is_initialized for layer in cache.layers if isinstance(layer, VTensorLayer))
 
 
 def _local_states(

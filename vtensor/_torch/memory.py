@@ -52,7 +52,10 @@ def memory(pool: Pool | None = None, *, tag: str = "memory") -> Iterator[None]:
         Closed: the pool is closed.
         torch.OutOfMemoryError: inside, if the pool refuses; a note says why.
     """
-    pool = _default_cuda_pool() if pool is None else of_type("memory", "pool", pool, Pool)
+    if pool is None:
+        _require_cuda()
+        pool = default_pool("cuda")
+    of_type("memory", "pool", pool, Pool)
     tag = tag_of("memory", tag)
     if pool.device.type != "cuda":
         raise InvalidArgument(
@@ -224,11 +227,6 @@ def _over(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
     """A tensor as ``t``, over another storage."""
     plain = torch.empty(0, dtype=t.dtype, device=storage.device)
     return plain.set_(storage, t.storage_offset(), t.size(), t.stride())
-
-
-def _default_cuda_pool() -> Pool:
-    _require_cuda()
-    return default_pool("cuda")
 
 
 def _require_cuda() -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from vtensor._simulated import simulated_cuda_pool
+from vtensor._test_pools import simulated_cuda_pool
 from vtensor.errors import InvalidArgument
 from vtensor.kv import KVCache
 from vtensor.pool import Pool

@@ -15,10 +15,9 @@
 from __future__ import annotations
 
 from vtensor._base.faults import explain_faults
-from vtensor._simulated import simulated_cuda_pool
+from vtensor._test_pools import host_pool, simulated_cuda_pool
 from vtensor.testing._checks import Refusals, check_invariants, fail_after
 from vtensor.testing._leaks import assert_no_leaks
-from vtensor.testing._pools import host_pool
 
 __all__ = [
     "Refusals",

@@ -1,4 +1,4 @@
-"""The CUDA path without a GPU: a pool over a simulated libcuda."""
+"""Pools for tests: of the host with holes that fault, and of CUDA without a GPU, over a simulated libcuda."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from vtensor import _core
 from vtensor._base.arguments import integer
+from vtensor._base.units import Bytes
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Pool, ZeroPolicy, checked_page_size, pool_options
 
@@ -55,3 +56,31 @@ def simulated_cuda_pool(
         options=pool_options(budget, zero, **options),
     )
     return Pool._over(core, torch.device("cuda", device))
+
+
+def host_pool(
+    page_size: Bytes | None = None,
+    budget: Bytes | None = None,
+    zero: ZeroPolicy = "new_owner",
+    strict_holes: bool = True,
+    shareable: bool = False,
+    **options: Any,
+) -> Pool:
+    """Makes a host pool whose unmapped addresses also fault on reads, which reveals over-reads.
+
+    Args:
+        page_size, budget, zero, shareable: as for :class:`~vtensor.Pool`.
+        strict_holes: whether a read of an unmapped address faults.
+        options: as for :class:`~vtensor.Pool`, except that ``prefetch`` defaults to 0; and ``patience``, the
+            seconds after which the pool's waits time out.
+
+    Raises:
+        InvalidArgument, DriverError: as for :class:`~vtensor.Pool`.
+    """
+    core = _core.host_pool(
+        page_size=checked_page_size(page_size),
+        strict_holes=bool(strict_holes),
+        shareable=bool(shareable),
+        options=pool_options(budget, zero, **options),
+    )
+    return Pool._over(core, torch.device("cpu"))
