@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .harness import Figure, Settings, Spread
+from .harness import Figure, Settings
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def seconds(spread: Mapping[str, float] | Spread | None) -> str:
+def seconds(spread: Mapping[str, float] | None) -> str:
     """The median with a unit that suits it."""
     if spread is None:
         return ""
-    value = spread.median if isinstance(spread, Spread) else spread["median"]
+    value = spread["median"]
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value * factor >= 1:
             return f"{number(value * factor)} {unit}"

@@ -83,52 +83,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="host",
         help="mmap, or the simulated libcuda that $VTENSOR_SIMCUDA names; vtensor only",
     )
-    parser.add_argument(
-        "--step-ms",
-        type=float,
-        default=service.step_seconds * 1e3,
-        help="fixed time of an iteration (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tokens-per-second",
-        type=float,
-        default=service.tokens_per_second,
-        help="tokens computed a second (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--kv-bandwidth",
-        type=float,
-        default=service.kv_bytes_per_second,
-        help="bytes of K and V read a second (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--copy-bandwidth",
-        type=float,
-        default=service.copy_bytes_per_second,
-        metavar="BYTES_PER_SECOND",
-        help="bytes a second of copies to host memory, and of copies from it (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--slower",
-        type=float,
-        default=0.05,
-        help="the part by which waits in host memory may lengthen the mean time per token; layerkv only "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--slo-ttft",
-        type=float,
-        default=SLO_TTFT,
-        metavar="SECONDS",
-        help="the promise: seconds to the first token (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--slo-tpot",
-        type=float,
-        default=SLO_TPOT,
-        metavar="SECONDS",
-        help="the promise: seconds for each later token (default: %(default)s)",
-    )
+    slower = "the part by which waits in host memory may lengthen the mean time per token; layerkv only"
+    for name, default, metavar, what in (
+        ("--step-ms", service.step_seconds * 1e3, None, "fixed time of an iteration"),
+        ("--tokens-per-second", service.tokens_per_second, None, "tokens computed a second"),
+        ("--kv-bandwidth", service.kv_bytes_per_second, None, "bytes of K and V read a second"),
+        (
+            "--copy-bandwidth",
+            service.copy_bytes_per_second,
+            "BYTES_PER_SECOND",
+            "bytes a second of copies to host memory, and of copies from it",
+        ),
+        ("--slower", 0.05, None, slower),
+        ("--slo-ttft", SLO_TTFT, "SECONDS", "the promise: seconds to the first token"),
+        ("--slo-tpot", SLO_TPOT, "SECONDS", "the promise: seconds for each later token"),
+    ):
+        help_ = f"{what} (default: %(default)s)"
+        parser.add_argument(name, type=float, default=default, metavar=metavar, help=help_)
     parser.add_argument(
         "--latencies",
         metavar="FILE",
