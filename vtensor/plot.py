@@ -183,29 +183,17 @@ def memory(what: Trace | Pool, *, ax: Axes | None = None) -> Axes | Sampling:
     if not points:
         raise InvalidArgument("[plot.memory] the trace maps and grows nothing: record around work that does")
     axes = _axes("memory", ax, (8, 3.6))
-    begin = points[0].time_ns
-    times = [(point.time_ns - begin) / 1e9 for point in points]
-    highest = 1.15 * max(max(point.mapped, point.copied) for point in points) or 1.0
+    moments, reserved, mapped, needed, copied = (list(column) for column in zip(*points, strict=True))
+    times = [(moment - moments[0]) / 1e9 for moment in moments]
+    highest = 1.15 * max(*mapped, *copied) or 1.0
     scale, unit = _unit(highest)
-    reserved = max(point.reserved for point in points)
-    off = f"\n({byte_text(reserved)}: off the scale)" if reserved > highest else ""
+    off = f"\n({byte_text(max(reserved))}: off the scale)" if max(reserved) > highest else ""
+    preallocated = f"reserved: what preallocating\nwould hold{off}"
     curves: list[tuple[str, list[int], dict[str, Any]]] = [
-        (
-            f"reserved: what preallocating\nwould hold{off}",
-            [point.reserved for point in points],
-            {"color": _RESERVED, "linestyle": "--", "linewidth": 1.2},
-        ),
-        (
-            "torch.cat, with its copy",
-            [point.copied for point in points],
-            {"color": _COPIED, "linewidth": 1.2},
-        ),
-        ("mapped", [point.mapped for point in points], {"color": COLOURS["mapped"], "linewidth": 2}),
-        (
-            "needed",
-            [point.needed for point in points],
-            {"color": _NEEDED, "linestyle": ":", "linewidth": 1.5},
-        ),
+        (preallocated, reserved, {"color": _RESERVED, "linestyle": "--", "linewidth": 1.2}),
+        ("torch.cat, with its copy", copied, {"color": _COPIED, "linewidth": 1.2}),
+        ("mapped", mapped, {"color": COLOURS["mapped"], "linewidth": 2}),
+        ("needed", needed, {"color": _NEEDED, "linestyle": ":", "linewidth": 1.5}),
     ]
     for name, values, look in curves:
         x, y = thinned(times, values, _MOST_POINTS)

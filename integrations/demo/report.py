@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,39 +22,23 @@ LABELS = {
 }
 
 
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "cache": lambda row: row.cache,
+    "prefill s": lambda row: f"{row.prefill_seconds:.1f}",
+    "decode tokens/s": lambda row: f"{row.decode_tokens_per_second:.1f}",
+    "copied for growth": lambda row: f"{row.bytes_copied_for_growth / MIB:,.1f} MiB",
+    "KV mapped": lambda row: f"{row.kv_mapped / MIB:.1f} MiB",
+    "KV needed": lambda row: f"{row.kv_needed / MIB:.1f} MiB",
+    "over": lambda row: f"{row.over_percent:.2f} %",
+    "peak KV": lambda row: f"{row.kv_peak / MIB:.1f} MiB",
+}
+
+
 def table(rows: list[Row]) -> str:
     """One line for each cache."""
-    heads = (
-        "cache",
-        "prefill s",
-        "decode tokens/s",
-        "copied for growth",
-        "KV mapped",
-        "KV needed",
-        "over",
-        "peak KV",
-    )
-    cells = [
-        (
-            row.cache,
-            f"{row.prefill_seconds:.1f}",
-            f"{row.decode_tokens_per_second:.1f}",
-            f"{row.bytes_copied_for_growth / MIB:,.1f} MiB",
-            f"{row.kv_mapped / MIB:.1f} MiB",
-            f"{row.kv_needed / MIB:.1f} MiB",
-            f"{row.over_percent:.2f} %",
-            f"{row.kv_peak / MIB:.1f} MiB",
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in [heads, *cells]) for column in range(len(heads))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in [heads, *cells]
-    ]
+    cells = [list(_COLUMNS), *([show(row) for show in _COLUMNS.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in cells]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
