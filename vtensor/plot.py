@@ -271,14 +271,9 @@ class Sampling:
             ("asleep", asleep, _NEEDED, ":"),
         ):
             if any(line):
-                axes.plot(
-                    times,
-                    [value / scale for value in line],
-                    drawstyle="steps-post",
-                    label=name,
-                    color=colour,
-                    linestyle=style,
-                    linewidth=1.5,
+                sizes = [value / scale for value in line]
+                axes.step(
+                    times, sizes, color=colour, where="post", label=name, linestyle=style, linewidth=1.5
                 )
         axes.set(xlabel="seconds", ylabel=unit, ylim=(0, 1.15 * highest / scale))
         axes.margins(x=0)
@@ -385,15 +380,8 @@ def sharing(owners: Owners, *, ax: Axes | None = None) -> Axes:
             linewidth=0.8,
         )
         if box.shared > 1 and (box.stop - box.start) > 0.04 * slots:
-            axes.text(
-                (box.start + box.stop) / 2,
-                (box.top + box.bottom) / 2,
-                f"×{box.shared}",
-                ha="center",
-                va="center",
-                color="white",
-                fontsize=8,
-            )
+            x, y = (box.start + box.stop) / 2, (box.top + box.bottom) / 2
+            axes.text(x, y, f"×{box.shared}", ha="center", va="center", color="white", fontsize=8)
     for state in COLOURS:
         if any(page.state == state for lane in ordered for page in lane.pages.values()):
             _label(axes, state, COLOURS[state])

@@ -156,22 +156,10 @@ def _draw_memory(axes: Axes, runs: list[CacheRun]) -> None:
 def _draw_memory_of_generation(axes: Axes, run: CacheRun, settings: Settings, token_bytes: int) -> None:
     samples = [sample for sample in run.meter.samples if sample.tokens >= settings.prompt]
     tokens = [sample.tokens for sample in samples]
-    axes.plot(
-        tokens,
-        [sample.mapped / MIB for sample in samples],
-        color=COLOURS[OURS],
-        linewidth=2,
-        drawstyle="steps-post",
-        label=OURS,
-    )
-    axes.plot(
-        tokens,
-        [length * token_bytes / MIB for length in tokens],
-        color="#263238",
-        linestyle=":",
-        drawstyle="steps-post",
-        label="what the tokens need",
-    )
+    mapped = [sample.mapped / MIB for sample in samples]
+    needed = [length * token_bytes / MIB for length in tokens]
+    axes.step(tokens, mapped, where="post", label=OURS, color=COLOURS[OURS], linewidth=2)
+    axes.step(tokens, needed, where="post", label="what the tokens need", color="#263238", linestyle=":")
     axes.set_title("Close up: the tokens generated", **TITLE)
     axes.legend(frameon=False, loc="upper left")
     axes.margins(y=0.25)
