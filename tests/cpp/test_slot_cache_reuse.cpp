@@ -1,11 +1,12 @@
-// What a KV cache's free slots keep for the next request, and what the pool's mapper does for
-// slots: alone, and beside other threads.
+// A KV cache's slots where Python cannot ask: prefixes beside tiles, windows, what free slots keep,
+// and what the pool's mapper does for slots, alone and beside other threads.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <limits>
 #include <random>
 
 #include "cpp/slot_cache_bench.h"
@@ -19,97 +20,43 @@ SlotCacheShape plain(std::size_t slots, std::size_t lookahead = 0) {
   return {slots, 64, 1, lookahead, {{2, 1024, 0}}};
 }
 
-// A slot that held `length` positions, free again.
-template <class T>
-std::vector<std::size_t> freed(Bench<T>& bench, const std::vector<std::int64_t>& lengths) {
-  std::vector<std::size_t> slots;
-  for (const std::int64_t length : lengths) {
-    slots.push_back(bench.alloc());
-    REQUIRE(bench.grow(slots.back(), length));
-  }
-  for (const std::size_t slot : slots) bench.free(slot);
-  return slots;
-}
-
 }  // namespace
 
-TEST_CASE_TEMPLATE("a request gets the slot whose cached pages fit it best", T, OnHost,
+TEST_CASE_TEMPLATE("a prefix cut before its first step stays mapped with its tile", T, OnHost,
                    OnSimulation) {
-  Bench<T> bench(plain(4), 100);
-  const auto slots = freed(bench, {4, 12, 20});
-  CHECK(bench.pool->counts().cached == 2 * (1 + 3 + 5));
-  CHECK(bench.alloc(10) == slots[1]);
-  CHECK(bench.alloc() == slots[2]);
-  CHECK(bench.alloc(60) == slots[0]);
+  Bench<T> bench({3, 128, 32, 0, {{2, 1024, 0}}}, 200);
+  const std::size_t first = bench.alloc();
+  CHECK(bench.grow(first, 20));
+  CHECK(bench.used() == 2 * 13);  // and a tile behind them
+  const std::vector<Token> tokens = bench.tokens(first);
+  CHECK(bench.cache->publish(kCaller, first, std::span(tokens).first(8), "") == 8);
+  const std::size_t second = bench.alloc(tokens);
+  CHECK(bench.cache->lengths().length(second) == 8);
+  CHECK_FALSE(bench.cache->evict(0));
+  bench.truncate(second, 6);
+  bench.check();  // I3
+  CHECK(bench.grow(second, 1));
   bench.check();
-  const std::uint64_t before = bench.calls();
-  const std::size_t used = bench.used();
-  CHECK(bench.grow(slots[2], 20));  // its pages are there
-  if (!T::is_cuda) CHECK(bench.calls() == before);
-  CHECK(bench.used() == used);
+  const std::size_t fork = bench.fork(first, 1).front();
+  // What a kernel may touch past the fork's length is mapped too.
+  CHECK(*bench.item(fork, 0, 1, 50) == 0);
+  CHECK(bench.cache->pages(fork, 0).size() == 26);
+  bench.truncate(fork, 18);
+  bench.check();
+  for (int i = 0; i < 40; ++i) CHECK(bench.grow(fork, 1));
   bench.check();
   bench.finish();
 }
 
-TEST_CASE_TEMPLATE("a new request sees nothing of the last one (I7)", T, OnHost, OnSimulation) {
-  for (int round = 0; round < 20; ++round) {
-    Bench<T> bench({2, 64, 1, 0, {{2, 1000, 0}, {1, 6144, 6}}}, 200,
-                   {.prefetch = round % 2 ? 8 * kPage : 0});
-    const std::size_t slot = freed(bench, {10 + round}).front();
-    if (round % 3 == 0) bench.pool->wait_idle(kPatience);  // the mapper has zeroed them
-    CHECK(bench.alloc(10) == slot);
-    std::vector<std::int64_t> lengths(2);
-    lengths[slot] = 25;
-    bench.cache->step(kCaller, lengths);
-    for (std::size_t group = 0; group < 2; ++group) {
-      const std::size_t bytes = 25 * bench.cache->buffers().shape().row_groups[group].item_bytes;
-      const char* at = bench.item(slot, group, 0, 0);
-      CHECK(std::all_of(at, at + bytes, [](char byte) { return byte == 0; }));
-    }
-  }
-}
-
-TEST_CASE_TEMPLATE("cached pages go to whoever needs them", T, OnHost, OnSimulation) {
-  Bench<T> bench(plain(4), 24);
-  freed(bench, {16, 16});
-  bench.pool->wait_idle(kPatience);  // what the mapper is zeroing cannot go at once
-  CHECK(bench.pool->counts().cached == 16);
-  std::shared_ptr<Buffer> buffer = Buffer::create(bench.pool, {1, kPage, 64}, kCaller);
-  buffer->grow(kCaller, {0, 14}, false);
-  CHECK(bench.pool->counts().cached == 8);  // the oldest alone
-  const std::size_t slot = bench.alloc(40);
-  CHECK(bench.grow(slot, 20));
-  CHECK(bench.used() == 24);
-  CHECK_FALSE(bench.grow(slot, 1));
-  buffer->abandon();
-  buffer.reset();
+TEST_CASE_TEMPLATE("a window as large as can be is no window", T, OnHost, OnSimulation) {
+  const std::size_t most = std::numeric_limits<std::size_t>::max();
+  Bench<T> bench({1, 64, 1, 0, {{1, 512, most}, {1, 512, most - 1}}}, 64);
+  const std::size_t slot = bench.alloc();
   CHECK(bench.grow(slot, 1));
+  std::vector<std::int64_t> lengths{8};
+  CHECK(bench.cache->step_within(kCaller, lengths));
+  CHECK(bench.grow(slot, 63 - 7 - 1));
   bench.check();
-  bench.finish();
-}
-
-TEST_CASE_TEMPLATE("what a slot keeps beyond its request goes to another slot's step", T, OnHost,
-                   OnSimulation) {
-  Bench<T> bench(plain(2), 20);
-  freed(bench, {40});
-  const std::size_t slot = bench.alloc(), other = bench.alloc();
-  CHECK(bench.grow(slot, 4));
-  CHECK(bench.grow(other, 36));
-  bench.check();
-  CHECK(bench.used() == 20);
-  bench.finish();
-}
-
-TEST_CASE_TEMPLATE("a fork takes no more of what is cached than it must", T, OnHost, OnSimulation) {
-  Bench<T> bench(plain(4), 100);
-  const std::size_t parent = bench.alloc();
-  CHECK(bench.grow(parent, 8));
-  freed(bench, {30, 12, 20});
-  CHECK(bench.pool->counts().cached == 2 * (8 + 3 + 5));
-  bench.fork(parent, 1);
-  CHECK(bench.pool->counts().cached == 2 * (8 + 5));
-  bench.check();
-  bench.finish();
 }
 
 TEST_CASE_TEMPLATE("windowed slots keep the pages that they end with", T, OnHost, OnSimulation) {
@@ -128,22 +75,6 @@ TEST_CASE_TEMPLATE("windowed slots keep the pages that they end with", T, OnHost
   bench.finish();
 }
 
-TEST_CASE_TEMPLATE("a closed cache leaves addresses to storages, and no page", T, OnHost,
-                   OnSimulation) {
-  Bench<T> bench(plain(2), 100);
-  freed(bench, {20});
-  CHECK(bench.grow(bench.alloc(), 5));
-  Generation* storage = bench.cache->buffers().range(0)->publish();
-  bench.model.clear();
-  bench.cache.reset();
-  bench.pool->wait_idle(kPatience);  // what the mapper is zeroing cannot go at once
-  CHECK(bench.pool->counts().mapped == 0);
-  CHECK(bench.pool->counts().reserved_pages == 2 * 2 * 16);
-  CHECK_NOTHROW(bench.pool->check_invariants());
-  bench.pool->end(storage);
-  CHECK(bench.pool->counts().reserved_pages == 0);
-}
-
 TEST_CASE_TEMPLATE("a cache closed while the mapper is at it caches nothing", T, OnHost,
                    OnSimulation) {
   for (int round = 0; round < 200; ++round) {
@@ -153,47 +84,6 @@ TEST_CASE_TEMPLATE("a cache closed while the mapper is at it caches nothing", T,
     std::this_thread::sleep_for(std::chrono::microseconds(10 * (round % 20)));
     bench.finish();
   }
-}
-
-TEST_CASE_TEMPLATE("the look-ahead is what was declared, exactly", T, OnHost, OnSimulation) {
-  Bench<T> bench({2, 64, 1, 6, {{2, 1024, 0}, {1, 1024, 10}}}, 400);
-  bench.alloc();  // the first one's, at whose beginning a device puts zeros again once it is
-                  // unmapped
-  const std::size_t slot = bench.alloc();
-  const auto own_calls = [&] {
-    std::uint64_t sum = 0;
-    for (const Call call : {Call::mmap, Call::cuMemMap, Call::cuMemCreate})
-      sum += bench.pool->driver().meter().count(ThreadRole::caller, call);
-    return sum;
-  };
-  const auto unmaps = [&] {
-    std::uint64_t sum = 0;
-    for (const Call call : {Call::munmap, Call::cuMemUnmap}) {
-      sum += bench.pool->driver().meter().count(ThreadRole::caller, call) +
-             bench.pool->driver().meter().count(ThreadRole::mapper, call);
-    }
-    return sum;
-  };
-  CHECK(bench.grow(slot, 3));
-  const std::uint64_t first = own_calls(), unmapped = unmaps();
-  std::size_t given_back = 0;
-  for (std::size_t length = 4; length < 56; ++length) {
-    bench.pool->wait_idle(kPatience);
-    const std::size_t before = length - 1;
-    const std::size_t begin = bench.cache->buffers().begins(slot)[1] / 4;
-    given_back = begin;
-    CHECK(bench.used() == 3 * ceil_div(before + 6, 4) - begin);
-    CHECK(bench.grow(slot, 1));
-    bench.check();
-  }
-  CHECK(own_calls() == first);
-  CHECK(given_back >= 9);
-  CHECK(unmaps() - unmapped <= given_back + 1);  // and none of what was ready
-  bench.truncate(slot, 54);
-  bench.pool->wait_idle(kPatience);
-  CHECK(bench.used() == 3 * 15 - bench.cache->buffers().begins(slot)[1] / 4);
-  CHECK(own_calls() == first);
-  bench.finish();
 }
 
 TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T, OnHost,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, MAX_LEN, PAGE, RANGES, SHAPES, UNIT, grown, make_cache, used
+from kv_support import MAX_BATCH, MAX_LEN, PAGE, RANGES, SHAPES, UNIT, filled, grown, make_cache, used
 from support import calls, calls_since, open_pool
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
@@ -216,6 +216,18 @@ def test_a_fork_takes_a_page_a_row_at_its_first_write(cache):
     check_contents(cache, parent, [*range(40), 999])
 
 
+@pytest.mark.exact
+def test_a_fork_takes_the_slot_that_keeps_the_least(cache):
+    parent = filled(cache, 2 * UNIT)
+    for slot in [filled(cache, length) for length in (7 * UNIT, 3 * UNIT, 5 * UNIT, UNIT, UNIT)]:
+        cache.free(slot)
+    cache.pool.wait_idle(10)
+    kept = cache.stats().pages_cached
+    cache.fork(parent)
+    cache.pool.wait_idle(10)
+    assert kept - cache.stats().pages_cached == RANGES
+
+
 def test_writes_through_views_stay_with_their_slot(host_cache):  # I6
     cache = host_cache
     parent = cache.alloc()
@@ -332,16 +344,18 @@ def test_prefixes_outlive_their_request_and_go_least_recently_used_first(pool_fa
 
 @pytest.mark.exact
 def test_pages_before_a_window_go_back(pool_factory, kind):
+    """At the step that leaves them behind, whole pages of what the last token saw are there, and no more."""
     pool = pool_factory(kind, 400)
     with make_cache(pool, "windows") as cache:
         slot = cache.alloc()
+        windows = [window or MAX_LEN for window in SHAPES["windows"]["windows"]]
         for length in range(1, MAX_LEN + 1):
             grown(cache, slot, length)
             write(cache, slot, length - 1, [length])
             check_contents(cache, slot, range(1, length + 1), SHAPES["windows"]["windows"])
-        pool.wait_idle(10)
-        most = [2 * (-(-(window + 1) // UNIT) + 1) for window in (20, 33, 20)]
-        assert cache.stats().pages_mapped <= 2 * -(-MAX_LEN // UNIT) + sum(most)
+            pool.wait_idle(10)
+            begins = [max(0, length - window) // UNIT for window in windows]
+            assert cache.stats().pages_mapped == sum(2 * (-(-length // UNIT) - begin) for begin in begins)
 
 
 # -- life

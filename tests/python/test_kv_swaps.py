@@ -97,6 +97,8 @@ def test_a_group_shares_pages_again(cache):
         cache.wait(slot)
         check_contents(cache, slot, range(2 * UNIT + 3))
     assert used(cache) == before + 2 * RANGES  # the last, half-full pages are each slot's own
+    stats = cache.pool.stats()
+    assert cache.stats().nbytes_swapped == 0 and stats.pages_indexed == 0  # nothing waits for more of them
 
 
 @pytest.mark.exact

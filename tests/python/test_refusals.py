@@ -116,7 +116,7 @@ cache_of(head_dim='8') -> head_dim is a str: give an integer
 cache_of(max_batch=2**64) -> max_batch is 18446744073709551616: it must be at most 2**62
 cache_of(max_batch=10**9) -> max_batch 1000000000 needs
 cache_of(num_layers=10**9) -> num_layers 1000000000 needs
-cache_of(max_len=2**62) -> pass the address space
+cache_of(max_len=<2**46 | 2**62>) -> pass the address space: lower max_batch or max_len
 cache_of(num_kv_heads=2**62) -> each token takes
 cache_of(num_kv_heads=2**61, layout='HND') -> each token takes
 cache_of(<value_head_dim | lookahead>=<-1 | 'x' | 1.5>)
