@@ -26,33 +26,6 @@ struct Picture {
   bool operator==(const Picture&) const = default;
 };
 
-// Asks the kernel, which answers EFAULT where this process would fault: a child has no access.
-class Reach {
- public:
-  Reach() { REQUIRE(pipe(ends_) == 0); }
-  ~Reach() {
-    close(ends_[0]);
-    close(ends_[1]);
-  }
-  Reach(const Reach&) = delete;
-  Reach& operator=(const Reach&) = delete;
-
-  bool reads(Address at) {
-    char byte;
-    return write(ends_[1], bytes_at(at), 1) == 1 && read(ends_[0], &byte, 1) == 1;
-  }
-  // Writes a byte that is not 0 where it can.
-  bool writes(Address at) {
-    char byte = 1;
-    if (write(ends_[1], &byte, 1) != 1) return false;
-    if (read(ends_[0], bytes_at(at), 1) == 1) return true;
-    return read(ends_[0], &byte, 1) != 1;  // which empties the pipe again
-  }
-
- private:
-  int ends_[2];
-};
-
 // Refuses the first driver call of `operation`, then the second, and so on, until it succeeds.
 // Returns how many refusals it took; each must have left [at, at + pages) as it was.
 int refuse_each_call(Driver& driver, Address at, std::size_t pages,
@@ -76,17 +49,6 @@ int refuse_each_call(Driver& driver, Address at, std::size_t pages,
 
 }  // namespace
 
-TEST_CASE("traits") {
-  const auto driver = make_host_driver(HostOptions{});
-  const DriverTraits& traits = driver->traits();
-  CHECK(traits.name == "host");
-  CHECK(traits.device.type == 1);
-  CHECK(traits.page_size == 65536);
-  CHECK(traits.page_size % traits.granularity == 0);
-  CHECK(traits.available > 0);
-  CHECK(traits.available % traits.page_size == 0);
-}
-
 TEST_CASE("a page size is a power of two from the granularity on") {
   for (const std::size_t size : {std::size_t{1}, std::size_t{2048}, std::size_t{12288}, SIZE_MAX}) {
     const auto error =
@@ -107,60 +69,6 @@ TEST_CASE("a page size is a power of two from the granularity on") {
   }
 }
 
-TEST_CASE_FIXTURE(HostFixture, "a range is aligned, and is freed whole") {
-  for (const std::size_t pages : {std::size_t{1}, std::size_t{100}, std::size_t{1} << 20}) {
-    const Address range = driver->reserve(pages);
-    CHECK(range % kPage == 0);
-    driver->free_range(range, pages);
-    CHECK(maps_of(range, kPage).empty());
-  }
-}
-
-TEST_CASE_FIXTURE(HostFixture, "holes read as zeros, and writes to them fault") {
-  const Address range = driver->reserve(3);
-  const Handle h = driver->create(1);
-  map_run(*driver, range + kPage, {{h}}, Access::writable);
-  CHECK(byte_at(range) == 0);
-  CHECK(byte_at(range + 3 * kPage - 1) == 0);
-  Reach reach;
-  CHECK(!reach.writes(range));
-  CHECK(reach.writes(range + kPage));
-  CHECK(byte_at(range + kPage) == 1);
-  driver->unmap(range + kPage, 1);
-  CHECK(byte_at(range + kPage) == 0);
-  CHECK(!reach.writes(range + kPage));
-}
-
-TEST_CASE("strict holes fault on reads too") {
-  const auto driver = make_host_driver({.page_size = kPage, .strict_holes = true});
-  const Address range = driver->reserve(2);
-  const Handle h = driver->create(1);
-  map_run(*driver, range, {{h}}, Access::writable);
-  Reach reach;
-  CHECK(reach.reads(range + kPage - 1));
-  CHECK(!reach.reads(range + kPage));
-  driver->unmap(range, 1);
-  CHECK(!reach.reads(range));
-}
-
-TEST_CASE_FIXTURE(HostFixture, "adjacent handles at adjacent pages are one mmap and one mapping") {
-  const Address range = driver->reserve(1100);
-  const auto handles = adjacent(driver->create(1100), 1100);
-  auto before = calls(Call::mmap);
-  map_run(*driver, range, std::span(handles).first(1000), Access::writable);
-  CHECK(calls(Call::mmap) == before + 1);
-  for (std::size_t i = 1000; i < 1100; ++i) {  // a row that grows in order
-    map_run(*driver, range + i * kPage, {{handles[i]}}, Access::writable);
-  }
-  CHECK(memfd_mappings(range, 1100 * kPage) == 1);
-
-  before = calls(Call::munmap);
-  driver->unmap(range, handles.size());
-  CHECK(calls(Call::munmap) == before + 1);
-  CHECK(maps_of(range, 1100 * kPage).size() == 1);  // the reservation is one mapping again
-  driver->free_range(range, 1100);
-}
-
 TEST_CASE_FIXTURE(HostFixture, "one mmap a run, whatever the order of the runs") {
   const Address range = driver->reserve(6);
   const Handle h = driver->create(10);
@@ -173,43 +81,6 @@ TEST_CASE_FIXTURE(HostFixture, "one mmap a run, whatever the order of the runs")
   CHECK(memfd_mappings(range, 6 * kPage) == 1);
   const char expected[] = {0, 4, 3, 0, 5, 6};  // what stands behind h, h + 1, ...
   for (std::size_t i = 0; i < 6; ++i) CHECK(byte_at(range + i * kPage) == expected[i]);
-}
-
-TEST_CASE_FIXTURE(HostFixture, "one handle at two addresses is the same memory") {
-  const Address range = driver->reserve(4);
-  const Handle h = driver->create(1);
-  map_run(*driver, range, {{h}}, Access::writable);
-  map_run(*driver, range + 3 * kPage, {{h}}, Access::writable);
-  byte_at(range + 17) = 42;
-  CHECK(byte_at(range + 3 * kPage + 17) == 42);
-  CHECK(byte_at(range + kPage + 17) == 0);
-}
-
-TEST_CASE_FIXTURE(HostFixture,
-                  "a write to a copy-on-write page copies it, in both directions") {  // I6
-  const Address range = driver->reserve(3);
-  const Handle h = driver->create(1);
-  map_run(*driver, range, {{h}}, Access::writable);
-  std::memset(bytes_at(range), 1, kPage);
-  driver->remap(range, {{h}}, Access::writable, {{h}}, Access::copy_on_write);
-  map_run(*driver, range + kPage, {{h}}, Access::copy_on_write);
-  const auto private_copies = [&] {
-    std::uint8_t found[2] = {7, 7};
-    driver->find_private_copies(range, found);
-    return std::vector<int>(found, found + 2);
-  };
-  CHECK(byte_at(range + kPage) == 1);  // reading copies nothing
-  CHECK(private_copies() == std::vector{0, 0});
-  byte_at(range + 5000) = 2;
-  CHECK(byte_at(range + kPage + 5000) == 1);
-  CHECK(private_copies() == std::vector{1, 0});
-  byte_at(range + 2 * kPage - 1) = 3;
-  CHECK(byte_at(range + kPage - 1) == 1);
-  CHECK(private_copies() == std::vector{1, 1});
-
-  map_run(*driver, range + 2 * kPage, {{h}}, Access::writable);
-  CHECK(byte_at(range + 2 * kPage + 5000) == 1);
-  CHECK(byte_at(range + 3 * kPage - 1) == 1);
 }
 
 TEST_CASE_FIXTURE(HostFixture, "a copy comes in through any mapping, whatever is refused") {
@@ -362,30 +233,6 @@ TEST_CASE_FIXTURE(HostFixture, "both ways to ask the kernel find the pages that 
   if (major > 6 || (major == 6 && minor >= 7)) CHECK(scanning.scans());
 }
 
-TEST_CASE_FIXTURE(HostFixture, "copy_page copies what is seen, a private copy or not") {
-  const Address range = driver->reserve(3);
-  const Handle h = driver->create(2);
-  map_run(*driver, range, {{h}}, Access::writable);
-  for (std::size_t i = 0; i < kPage; ++i) byte_at(range + i) = static_cast<char>(i % 127);
-  driver->remap(range, {{h}}, Access::writable, {{h}}, Access::copy_on_write);
-  byte_at(range + 9000) = 99;
-  const std::string seen(bytes_at(range), kPage);
-
-  copy_page(*driver, h + 1, range);
-  map_run(*driver, range + kPage, {{h + 1}}, Access::writable);
-  CHECK(std::string(bytes_at(range + kPage), kPage) == seen);
-  map_run(*driver, range + 2 * kPage, {{h}}, Access::writable);
-  CHECK(byte_at(range + 2 * kPage + 9000) == 9000 % 127);
-
-  copy_page(*driver, h, range);  // folds the page into its own handle
-  CHECK(std::string(bytes_at(range + 2 * kPage), kPage) == seen);
-  driver->remap(range, {{h}}, Access::copy_on_write, {{h}}, Access::writable);
-  CHECK(std::string(bytes_at(range), kPage) == seen);
-  std::uint8_t private_copies = 7;
-  driver->find_private_copies(range, {&private_copies, 1});
-  CHECK(private_copies == 0);
-}
-
 TEST_CASE_FIXTURE(HostFixture,
                   "memory comes at the first touch or by populate, and goes by destroy") {
   const Address range = driver->reserve(10);
@@ -412,14 +259,6 @@ TEST_CASE_FIXTURE(HostFixture,
   CHECK(byte_at(range + kPage) == 5);
   CHECK(byte_at(range + 2 * kPage) == 0);
   CHECK(byte_at(range + 9 * kPage) == 5);
-}
-
-TEST_CASE_FIXTURE(HostFixture, "handles are new each time, until the memfd has no more") {
-  const Handle a = driver->create(3);
-  CHECK(driver->create(1) >= a + 3);
-  const auto error = error_of<DeviceOutOfMemory>([&] { driver->create(SIZE_MAX); });
-  CHECK(error.name == "ENOSPC");
-  CHECK(driver->create(1) == a + 4);
 }
 
 TEST_CASE_FIXTURE(HostFixture, "a refusal of any driver call leaves all as it was") {  // I8
@@ -517,48 +356,6 @@ TEST_CASE_FIXTURE(HostFixture, "a refused map counts its pages, a remap puts bac
   driver->meter().disarm();
   driver->free_range(range, 6);
   CHECK(maps_of(range, 6 * kPage).empty());
-}
-
-TEST_CASE("a driver that is gone leaves no descriptor and no mapping") {  // I14
-  const auto fds_before = memfds();
-  const auto mappings_before = memfd_mappings(0, SIZE_MAX);
-  Address range = 0;
-  {
-    const auto driver = make_host_driver({.page_size = kPage});
-    range = driver->reserve(50);
-    const auto handles = scattered(driver->create(100), 50);
-    map_run(*driver, range, handles, Access::writable);
-    CHECK(memfds().size() == fds_before.size() + 1);
-    CHECK(memfd_mappings(range, 50 * kPage) == 50);
-    driver->unmap(range, handles.size());
-    driver->free_range(range, 50);
-  }
-  CHECK(memfds() == fds_before);
-  CHECK(maps_of(range, 50 * kPage).empty());
-  CHECK(memfd_mappings(0, SIZE_MAX) == mappings_before);
-}
-
-TEST_CASE_FIXTURE(HostFixture, "threads work on addresses of their own") {
-  std::vector<std::thread> threads;
-  std::atomic<int> wrong{0};
-  for (int t = 1; t <= 4; ++t) {
-    threads.emplace_back([&, t] {
-      for (int round = 0; round < 50; ++round) {
-        const Address range = driver->reserve(8);
-        const auto handles = scattered(driver->create(16), 8);
-        map_run(*driver, range, handles, Access::writable);
-        std::memset(bytes_at(range), t, 8 * kPage);
-        driver->remap(range, handles, Access::writable, handles, Access::copy_on_write);
-        for (std::size_t i = 0; i < 8; ++i) wrong += byte_at(range + i * kPage + 7) != t;
-        driver->unmap(range, handles.size());
-        driver->destroy(handles[0], 16);
-        driver->free_range(range, 8);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  CHECK(wrong == 0);
-  CHECK(bytes_in_memfd() == 0);
 }
 
 }  // namespace vtensor

@@ -34,36 +34,6 @@ int first_allowed(const std::vector<std::function<void()>>& operations) {
 
 }  // namespace
 
-TEST_CASE_FIXTURE(HostFixture,
-                  "a child has no memory of the parent's, and its addresses stay taken") {
-  const Address range = driver->reserve(40);
-  const Handle h = driver->create(100);
-  const auto handles = scattered(h, 10);
-  map_run(*driver, range, adjacent(h + 50, 20), Access::writable);
-  map_run(*driver, range + 20 * kPage, handles, Access::writable);
-  map_run(*driver, range + 30 * kPage, {{h + 1}}, Access::copy_on_write);
-  std::memset(bytes_at(range), 1, 31 * kPage);
-  CHECK(in_child([&] {
-          if (!memfds().empty()) return 1;
-          const auto lines = maps_of(range, 40 * kPage);
-          if (lines.size() != 1 || !contains(lines[0], " ---p ")) return 2;
-          for (int i = 0; i < 200; ++i) {
-            const Address other = reinterpret_cast<Address>(
-                mmap(nullptr, kPage, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-            if (other + kPage > range && other < range + 40 * kPage) return 3;
-          }
-          return 0;
-        }) == 0);
-  for (const std::size_t page : {0, 19, 25, 30, 35}) {
-    CHECK(in_child([&] { return byte_at(range + page * kPage); }) == -SIGSEGV);
-    CHECK(in_child([&] {
-            byte_at(range + page * kPage) = 2;
-            return 0;
-          }) == -SIGSEGV);
-  }
-  for (std::size_t i = 0; i < 31 * kPage; ++i) REQUIRE(byte_at(range + i) == 1);
-}
-
 TEST_CASE_FIXTURE(HostFixture, "the parent makes no call and has no mapping more") {
   const Address range = driver->reserve(8);
   const Handle h = driver->create(8);
@@ -118,15 +88,6 @@ TEST_CASE_FIXTURE(HostFixture,
   driver->unmap(range, one.size());
   map_run(*driver, range, one, Access::writable);
   CHECK(byte_at(range + 1) == 2);
-}
-
-TEST_CASE_FIXTURE(HostFixture, "a grandchild has no more") {
-  const Address range = driver->reserve(1);
-  map_run(*driver, range, {{driver->create(1)}}, Access::writable);
-  byte_at(range) = 1;
-  CHECK(in_child([&] { return in_child([&] { return byte_at(range); }) == -SIGSEGV ? 0 : 1; }) ==
-        0);
-  CHECK(byte_at(range) == 1);
 }
 
 TEST_CASE_FIXTURE(HostFixture, "a driver made after the fork is the child's own") {

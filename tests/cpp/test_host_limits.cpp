@@ -74,12 +74,6 @@ void set_limit(int resource, std::size_t value) {
   if (setrlimit(static_cast<__rlimit_resource>(resource), &limit) != 0) std::abort();
 }
 
-std::size_t reserved_bytes_of_process() {
-  std::size_t pages = 0;
-  std::ifstream("/proc/self/statm") >> pages;
-  return pages * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-}
-
 // A tree of files in the place of /proc and /sys/fs/cgroup.
 class FakeRoot {
  public:
@@ -289,43 +283,6 @@ TEST_CASE("too many addresses are refused") {
     CHECK(contains(error.what(), "lower the capacity"));
   }
   driver->free_range(driver->reserve(1), 1);
-}
-
-TEST_CASE("a limit on addresses is named") {
-  if (under_qemu("ignores RLIMIT_AS")) return;
-  CHECK(in_child([] {
-          fork_depth = 0;  // stands in for a process that was started under ulimit -v
-          const auto driver = make_host_driver({.page_size = kPage});
-          set_limit(RLIMIT_AS, reserved_bytes_of_process() + (std::size_t{1} << 30));
-          const Address range = driver->reserve(1000);
-          try {
-            driver->reserve((std::size_t{4} << 30) / kPage);
-          } catch (const DriverError& error) {
-            if (!contains(error.what(), "RLIMIT_AS") || !contains(error.what(), "ulimit -v"))
-              return 1;
-            if (!contains(error.what(), "lower the capacity")) return 2;
-            const Handle h = driver->create(1000);
-            map_run(*driver, range, adjacent(h, 1000), Access::writable);
-            byte_at(range) = 1;
-            driver->unmap(range, 1000);
-            return 0;
-          }
-          return 3;
-        }) == 0);
-}
-
-TEST_CASE("a refused memfd is a DriverError with a remedy") {
-  CHECK(in_child([] {
-          fork_depth = 0;
-          set_limit(RLIMIT_NOFILE, 3);
-          try {
-            make_host_driver({.page_size = kPage});
-          } catch (const DriverError& error) {
-            if (error.call != "memfd_create" || error.name != "EMFILE") return 1;
-            return contains(error.what(), "ulimit -n") ? 0 : 2;
-          }
-          return 3;
-        }) == 0);
 }
 
 TEST_CASE("a limit on file sizes bounds the handles, and raises no signal") {
