@@ -19,31 +19,6 @@ std::vector<Interval> gaps(const Coverage& coverage, Interval slots) {
 
 }  // namespace
 
-TEST_CASE("nothing is covered at first, and what is empty covers nothing") {
-  Coverage coverage;
-  CHECK(gaps(coverage, {}).empty());
-  CHECK(gaps(coverage, {3, 9}) == std::vector<Interval>{{3, 9}});
-  coverage.add({});
-  coverage.add({5, 5});
-  coverage.remove({5, 5});
-  CHECK(gaps(coverage, {3, 9}) == std::vector<Interval>{{3, 9}});
-}
-
-TEST_CASE("gaps are what lies between intervals, and behind the last") {
-  Coverage coverage;
-  coverage.add({2, 4});
-  coverage.add({6, 7});
-  coverage.add({3, 4});
-  CHECK(gaps(coverage, {0, 100}) == std::vector<Interval>{{0, 2}, {4, 6}, {7, 100}});
-  CHECK(gaps(coverage, {3, 6}) == std::vector<Interval>{{4, 6}});
-  coverage.remove({2, 4});
-  CHECK(gaps(coverage, {0, 6}) == std::vector<Interval>{{0, 3}, {4, 6}});
-  coverage.add({0, 1000});  // in a tree that has to grow for it
-  CHECK(gaps(coverage, {0, 1001}) == std::vector<Interval>{{1000, 1001}});
-  coverage.remove({0, 1000});
-  CHECK(gaps(coverage, {0, 8}) == std::vector<Interval>{{0, 3}, {4, 6}, {7, 8}});
-}
-
 TEST_CASE("intervals that come and go") {
   std::mt19937 random(7);
   const auto upto = [&random](std::size_t n) { return random() % (n + 1); };

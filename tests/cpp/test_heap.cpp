@@ -333,16 +333,4 @@ TEST_CASE("a size that was freed makes no driver call, whatever became of its ne
   CHECK(!heap.free(caller, made[0]));
 }
 
-TEST_CASE("a closed heap allocates nothing, and frees") {
-  const std::shared_ptr<PagePool> pool = slots::Bench<OnHost>::open(kBudget, {});
-  const Caller caller{"test"};
-  Heap heap(pool);
-  const Address address = heap.allocate(caller, 5 * kPage);
-  heap.close();
-  CHECK_THROWS_AS(heap.allocate(caller, 1), Closed);
-  std::memset(reinterpret_cast<char*>(address), 1, 5 * kPage);
-  CHECK(heap.free(caller, address));
-  CHECK(pool->counts().used == 0);
-}
-
 }  // namespace vtensor

@@ -124,43 +124,6 @@ class Pipe {
   std::array<int, 2> ends_{};
 };
 
-TEST_CASE("a charge is whole or nothing, and never passes the limit") {
-  const std::string name = fresh_name();
-  const auto one = join(name), other = join(name);
-  CHECK(one->limit() == kLimit);
-  CHECK(one->charge(600));
-  CHECK(!other->charge(401));
-  CHECK(other->held() == 0);
-  CHECK(other->charge(400));
-  CHECK(!one->charge(601));
-  CHECK(held_elsewhere(*one) == 400);
-  CHECK(one->balance().room == 0);
-  other->hold(300);
-  CHECK(one->balance().room == 100);
-  CHECK(one->charge(700));
-  CHECK(held_by_all(name) == kLimit);
-  one->hold(750);
-  CHECK(one->balance().room == 0);
-  CHECK(!other->charge(301));
-  one->hold(700);
-  CHECK(!other->charge(UINT64_MAX));
-}
-
-TEST_CASE("a file that nobody living has a place in is begun afresh") {
-  const std::string name = fresh_name();
-  for (const std::size_t bytes : {0, 5, 100'000}) {
-    const int file = open(path_of(name).c_str(), O_RDWR | O_CREAT, 0600);
-    const std::vector<char> rubbish(bytes, 'x');
-    REQUIRE(write(file, rubbish.data(), bytes) == static_cast<ssize_t>(bytes));
-    close(file);
-    CHECK(holders(name).empty());
-    const auto one = join(name);
-    CHECK(one->charge(kLimit));
-    CHECK(holders(name).size() == 1);
-  }
-  CHECK(!file_exists(name));
-}
-
 TEST_CASE("a link is not followed") {
   const std::string name = fresh_name(), other = fresh_name();
   const auto one = join(other);

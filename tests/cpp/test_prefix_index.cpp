@@ -183,31 +183,6 @@ TEST_CASE("random prompts, against a plain model") {
   }
 }
 
-TEST_CASE("the least recently used leaves go first, and a parent after its children") {
-  const auto pool = open_pool();
-  PrefixIndex index(1);
-  const auto add = [&](const Tokens& tokens) {
-    const std::size_t known = index.known(tokens, "");
-    Units added(pool, tokens.size() - known);
-    index.add(tokens, "", known, std::move(added.prefixes));
-    added.buffer->abandon();
-  };
-  add({1, 2, 3});
-  add({1, 4});
-  add({5});
-  index.take(Tokens{1, 2, 3}, "", 3);
-  CHECK(index.evict(1) == 1);
-  CHECK(index.known(Tokens{1, 4}, "") == 1);  // that leaf alone
-  CHECK(index.evict(1) == 1);
-  CHECK(index.known(Tokens{5}, "") == 0);
-  CHECK(index.evict(2) == 2);
-  CHECK(index.known(Tokens{1, 2, 3}, "") == 1);
-  const auto held = index.take(Tokens{1}, "", 1);
-  CHECK(index.evict(9) == 1);  // a holder of the page set has nothing mapped
-  CHECK(index.evict(9) == 0);
-  CHECK(index.size() == 0);
-}
-
 TEST_CASE("page sets end in a scope that has the lock") {
   const auto pool = open_pool();
   Units units(pool, 3);
