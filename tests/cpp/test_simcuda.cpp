@@ -99,63 +99,6 @@ TEST_CASE("nothing works before cuInit") {
   CHECK(sim.api.cuMemAddressReserve.function(&range, kPage, 0, 0, 0) == CUDA_ERROR_NOT_INITIALIZED);
 }
 
-TEST_CASE("a mapping is one whole allocation from offset 0, on the granularity") {
-  Simulation sim;
-  const CUdeviceptr range = sim.reserve(4);
-  const auto two = sim.create(2);
-  const auto map = [&](CUdeviceptr at, std::size_t size, std::size_t offset) {
-    return sim.api.cuMemMap.function(at, size, offset, two, 0);
-  };
-  CHECK(map(range, kPage, 0) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(map(range, kPage, kPage) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(map(range + 4096, 2 * kPage, 0) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(map(range + 3 * kPage, 2 * kPage, 0) == CUDA_ERROR_INVALID_VALUE);  // past the range
-  CHECK(map(range - kPage, 2 * kPage, 0) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(sim.api.cuMemMap.function(range, 2 * kPage, 0, two, 1) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(sim.map(range, two + 1, 2) == CUDA_ERROR_INVALID_VALUE);  // no such handle
-  CHECK(map(range + kPage, 2 * kPage, 0) == CUDA_SUCCESS);
-  CUmemGenericAllocationHandle odd = 0;
-  CHECK(sim.api.cuMemCreate.function(&odd, kPage + 1, &sim.properties, 0) ==
-        CUDA_ERROR_INVALID_VALUE);
-}
-
-TEST_CASE("an address is mapped once, a handle as often as wanted") {
-  Simulation sim;
-  const CUdeviceptr range = sim.reserve(4);
-  const auto two = sim.create(2), one = sim.create();
-  CHECK(sim.map(range + kPage, two, 2) == CUDA_SUCCESS);
-  CHECK(sim.map(range + kPage, one) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(sim.map(range + 2 * kPage, one) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(sim.map(range, two, 2) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(sim.map(range, one) == CUDA_SUCCESS);
-  CHECK(sim.map(range + 3 * kPage, one) == CUDA_SUCCESS);
-  CHECK(sim.set_access(range, 4, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CUDA_SUCCESS);
-  std::memset(reinterpret_cast<void*>(range), 7, kPage);
-  CHECK(byte(range + 3 * kPage + 5) == 7);
-  int access = 0;
-  CHECK(sim.control.mapping_at(range + kPage - 1, &access) == one);
-  CHECK(sim.control.mapping_at(range + kPage, &access) == two);
-  CHECK(access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
-  CHECK(sim.control.mapping_at(range + 4 * kPage, &access) == 0);
-}
-
-TEST_CASE("unmapping takes whole mappings without holes") {
-  Simulation sim;
-  const CUdeviceptr range = sim.reserve(4);
-  CHECK(sim.map(range, sim.create(2), 2) == CUDA_SUCCESS);
-  CHECK(sim.map(range + 3 * kPage, sim.create()) == CUDA_SUCCESS);
-  const auto unmap = [&](std::size_t first, std::size_t pages) {
-    return sim.api.cuMemUnmap.function(range + first * kPage, pages * kPage);
-  };
-  CHECK(unmap(0, 1) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(unmap(1, 1) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(unmap(0, 4) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(unmap(2, 1) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(sim.map(range + 2 * kPage, sim.create()) == CUDA_SUCCESS);
-  CHECK(unmap(0, 4) == CUDA_SUCCESS);
-  CHECK(sim.control.leaks().mappings == 0);
-}
-
 TEST_CASE("memory is accessible only as far as cuMemSetAccess says") {
   Simulation sim;
   const CUdeviceptr range = sim.reserve(2);
@@ -175,21 +118,6 @@ TEST_CASE("memory is accessible only as far as cuMemSetAccess says") {
   // A fresh mapping at the same address starts without access.
   CHECK(sim.map(range, sim.create()) == CUDA_SUCCESS);
   CHECK(signal_of(load) != 0);
-}
-
-TEST_CASE("a range is freed exactly, and empty") {
-  Simulation sim;
-  const CUdeviceptr range = sim.reserve(4);
-  const auto free = [&](CUdeviceptr at, std::size_t pages) {
-    return sim.api.cuMemAddressFree.function(at, pages * kPage);
-  };
-  CHECK(sim.map(range + kPage, sim.create()) == CUDA_SUCCESS);
-  CHECK(free(range, 4) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(sim.api.cuMemUnmap.function(range + kPage, kPage) == CUDA_SUCCESS);
-  CHECK(free(range, 3) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(free(range + kPage, 3) == CUDA_ERROR_INVALID_VALUE);
-  CHECK(free(range, 4) == CUDA_SUCCESS);
-  CHECK(free(range, 4) == CUDA_ERROR_INVALID_VALUE);
 }
 
 TEST_CASE("memory goes when the handle is released and no mapping is left") {
