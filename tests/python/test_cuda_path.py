@@ -148,18 +148,6 @@ def test_kept_memory_is_not_created_again(simcuda):
     assert calls_since(simcuda, before)["cuMemRelease"] == 4
 
 
-def test_fork_maps_once_a_row_and_copies_nothing(simcuda):
-    t = tensor(simcuda, 3 * PER_PAGE, rows=(2,))
-    before = calls(simcuda)
-    f = t.fork()
-    made = calls_since(simcuda, before)
-    assert made["cuMemMap"] == 6
-    assert made["cuMemSetAccess"] == 4  # the child's rows, and the parent's that become read-only
-    assert not {"cuMemCreate", "cuMemcpyDtoDAsync", "cuMemUnmap"} & made.keys()
-    f.close()
-    t.close()
-
-
 def test_stats_count_what_the_library_was_called_for(pool_factory):
     control = simcuda_control()
     control.simcuda_calls.restype = ctypes.c_uint64
@@ -250,29 +238,3 @@ def test_the_leak_report_sees_a_leak():
         "ctypes.c_uint64(0), ctypes.c_uint64(0))"
     )
     assert "leaked 0 handles, 0 mappings, 1 ranges" in finished.err
-
-
-def test_a_forked_child_makes_no_driver_call():  # I13
-    run_snippet(
-        """
-        pool = open_pool("simcuda")
-        t = quarter(pool, 9)
-        child = os.fork()
-        if child == 0:  # any call of the simulated libcuda would abort here
-            library = str(simcuda_library())
-            for operation in (
-                lambda: t.extend(9), lambda: t.fork(), lambda: testing.simulated_cuda_pool(library)
-            ):
-                try:
-                    operation()
-                except vtensor.VTensorError:
-                    continue
-                os._exit(3)
-            del t
-            gc.collect()
-            sys.exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        t.extend(9)
-        t.close()
-        """
-    ).check()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import re
 import sys
-from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 
-import vtensor
 from support import run_snippet
 from test_readme import python_lines
 from vtensor import errors
@@ -197,57 +194,3 @@ def test_figures_of_the_readme_are_those_of_a_run() -> None:
     told = re.search(r"takes ([\d.]+ ms),\s+copying it ([\d.]+ ms)", readme)
     assert float(told[1].split()[0]) == round(1e3 * fork["ours"]["median"], 2)
     assert told[2] == milliseconds(fork, "baseline")
-
-
-# --- docstrings, from which the reference is made
-
-
-def public_callables() -> dict[str, object]:
-    """Public functions and classes, and the classes' public methods."""
-    modules = {"vtensor": vtensor, "vtensor.testing": vtensor.testing, "vtensor.trace": vtensor.trace}
-    found = {}
-    for prefix, module in modules.items():
-        for public in module.__all__:
-            thing = getattr(module, public)
-            if inspect.ismodule(thing) or public == "PageRecord":  # nanobind's; described by VTensor.pages
-                continue
-            found[f"{prefix}.{public}"] = thing
-            if inspect.isclass(thing):
-                for key, member in vars(thing).items():
-                    if not key.startswith("_") and inspect.isfunction(member):
-                        found[f"{prefix}.{public}.{key}"] = member
-    return found
-
-
-def test_docstrings_name_every_parameter() -> None:
-    missing = []
-    for path, thing in public_callables().items():
-        text = inspect.getdoc(thing)
-        assert text, f"{path} has no docstring"
-        try:
-            parameters = inspect.signature(thing).parameters
-        except ValueError:
-            continue
-        if is_dataclass(thing) or (inspect.isclass(thing) and issubclass(thing, (BaseException, tuple))):
-            continue  # fields have docstrings of their own
-        if text.startswith("As :func:"):
-            continue
-        for parameter in parameters:
-            if parameter not in ("self", "args", "kwargs") and not re.search(rf"\b{parameter}\b", text):
-                missing.append(f"{path}: {parameter}")
-    assert not missing
-
-
-MAY_FAIL = """
-    append assert_no_leaks check_invariants default_pool empty empty_like export extend fail_after fork
-    from_tensor host_pool lease Pool prepare reallocate record reindex shrink simulated_cuda_pool
-    trim truncate unshare wait_idle zeros
-"""
-
-
-def test_docstrings_name_the_errors_that_operations_raise() -> None:
-    public = {
-        path.rsplit(".", 1)[-1]: inspect.getdoc(thing) or "" for path, thing in public_callables().items()
-    }
-    silent = [operation for operation in MAY_FAIL.split() if "Raises:" not in public[operation]]
-    assert not silent

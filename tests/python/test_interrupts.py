@@ -114,10 +114,6 @@ def test_what_is_tried_once():
     assert places(often) == places(often)
 
 
-def test_only_frames_of_the_module_are_interrupted():
-    assert at_every_bytecode(Account, lambda a: a.add_often(1), no_check, within=threading) == 0
-
-
 def test_an_exception_that_is_caught_is_found():
     with pytest.raises(AssertionError, match="did not come out"):
         at_every_bytecode(Account, lambda a: a.refuse_to_stop(), no_check, within=HERE)
