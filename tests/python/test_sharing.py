@@ -370,23 +370,6 @@ def test_extend_after_shrink_within_a_shared_page(pool):
 
 
 @pytest.mark.exact
-def test_front_shrink_of_a_fork(pool):
-    parent = base(pool)
-    child = parent.fork()
-    child.shrink(5, front=True)
-    assert same_bytes(parent, ramp(parent)) and same_bytes(child, ramp(parent)[5:])
-    assert pool.stats().pages_used == 3
-    parent.close()
-    assert pool.stats().pages_used == 2 and same_bytes(child, ramp(parent_like(child))[5:])
-    child.fill_(2.0)
-    assert child.eq(2).all()
-
-
-def parent_like(child) -> torch.Tensor:
-    return torch.empty(LENGTH, child.shape[1])
-
-
-@pytest.mark.exact
 def test_parted_pages_are_charged_and_then_folded(host):
     parent = base(host)
     child = parent.fork()
@@ -512,22 +495,6 @@ def test_reindexed_rows_append_apart(pool):
     x = torch.stack([torch.full((1, t.shape[2]), n, dtype=t.dtype) for n in (7, 8)])
     t.append(x)
     assert t[:, :LENGTH].eq(1).all() and same_bytes(t[:, LENGTH:], x)
-
-
-@pytest.mark.exact
-def test_beam_search_in_small(pool):
-    """Beams chosen anew at each step, against plain index_select and cat."""
-    generator = torch.Generator().manual_seed(5)
-    t = quarter(pool, 3, rows=(3,), capacity=64)
-    t.copy_(ramp(t))
-    plain = t.clone()
-    for _ in range(20):
-        index = torch.randint(0, 3, (3,), generator=generator)
-        x = torch.randint(0, 255, (3, 1, plain.shape[2]), generator=generator, dtype=torch.uint8)
-        t.reindex(index).append(x)
-        plain = torch.cat([plain[index], x], 1)
-        assert same_bytes(t, plain)
-    assert pool.stats().pages_used <= 3 * 6
 
 
 @pytest.mark.exact

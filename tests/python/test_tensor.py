@@ -163,16 +163,6 @@ def test_default_pool_is_one_per_device():
 # --- growing ----------------------------------------------------------------------------------------------
 
 
-def test_extend_moves_nothing(pool):
-    t = filled(pool, 3, 7, rows=(2,))
-    address, stride = t.data_ptr(), t.stride()
-    for _ in range(20):
-        assert t.extend(1) is t
-        assert t.data_ptr() == address and t.stride() == stride  # I1
-    assert t.shape[1] == t.length == 23
-    assert t[:, :3].eq(7).all() and not t[:, 3:].any()  # I2, I7
-
-
 @pytest.mark.exact
 def test_extend_by_nothing(pool):
     t = filled(pool, 3)
@@ -245,12 +235,6 @@ def test_append_of_a_source_that_requires_grad(pool):
     assert t.length == 2 and t[1].eq(1).all() and not t.requires_grad
 
 
-def test_append_of_another_vtensor(pool):
-    a, b = filled(pool, 3, 1, rows=(2,)), filled(pool, 5, 2, rows=(2,))
-    a.append(b)
-    assert a[:, :3].eq(1).all() and a[:, 3:].eq(2).all()
-
-
 @pytest.mark.exact
 def test_prepare_says_whether_there_is_room(pool):
     t = filled(pool, 3, rows=(2,), capacity=12)
@@ -267,55 +251,6 @@ def test_prepare_says_whether_there_is_room(pool):
 
 
 # --- shrinking --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exact
-def test_shrink_gives_whole_pages_back(pool):
-    t = filled(pool, 10, 5, rows=(3,))
-    address = t.data_ptr()
-    assert t.shrink(1) is t and pool.stats().pages_used == 9
-    t.shrink(1)
-    assert pool.stats().pages_used == 6  # 8 quarters fill two pages
-    assert t.length == 8 and t.data_ptr() == address and t.eq(5).all()
-    t.shrink(8)
-    assert t.length == 0 and pool.stats().pages_used == 0
-    t.extend(2)
-    assert (t.eq(0) | t.eq(5)).all() and t.data_ptr() == address  # I7: zeros or its own
-
-
-@pytest.mark.exact
-def test_truncate(pool):
-    t = filled(pool, 10, 5)
-    assert t.truncate(10) is t and t.length == 10
-    assert t.truncate(3) is t and t.shape[0] == 3 and t.eq(5).all()
-    assert pool.stats().pages_used == 1
-    t.truncate(0)
-    assert pool.stats().pages_used == 0
-
-
-@pytest.mark.exact
-def test_front_shrink_leaves_the_rest_where_it_is(pool):
-    t = quarter(pool, 12, rows=(2,), capacity=64)
-    t.copy_(ramp(t))
-    expected = t.clone()
-    address, step = t.data_ptr(), pool.page_size // PER_PAGE
-    for gone in range(1, 12):
-        assert t.shrink(1, front=True) is t
-        assert t.length == 12 - gone
-        assert t.data_ptr() == t.address == address + gone * step  # I1: to the first element kept
-        assert same_bytes(t, expected[:, gone:])
-        assert pool.stats().pages_used == 2 * (3 - slot_of(t, gone))
-    t.extend(3)
-    assert same_bytes(t[:, :1], expected[:, 11:])
-
-
-@pytest.mark.exact
-def test_shrink_both_ends_to_nothing_and_grow_again(pool):
-    t = filled(pool, 9, 1)
-    t.shrink(4, front=True).shrink(5)
-    assert t.length == 0 and pool.stats().pages_mapped == 0
-    t.append(torch.full((6, t.shape[1]), 2, dtype=t.dtype))
-    assert t.eq(2).all() and t.length == 6
 
 
 # --- length 0 ---------------------------------------------------------------------------------------------
@@ -352,16 +287,6 @@ def test_pages_tells_of_each_mapped_page(pool):
     assert {r.shared for r in f.pages()} == {r.shared for r in t.pages()} == {2}
     t.shrink(5, front=True)
     assert [r.index for r in t.pages()] == [1, 2, 1, 2]
-
-
-@pytest.mark.exact
-def test_nbytes_mapped_follows_the_length(pool):
-    t = quarter(pool, rows=(3,), capacity=32)
-    reserved = t.nbytes_reserved
-    for length in (1, 4, 5, 17, 32):
-        t.extend(length - t.length)
-        assert t.nbytes_mapped == 3 * -(-length // PER_PAGE) * pool.page_size
-        assert t.nbytes_reserved == reserved == pool.stats().nbytes_reserved
 
 
 def test_results_are_plain_tensors(pool):
