@@ -213,17 +213,6 @@ TestSimcudaCaching = machine("simcuda", prefetch=8 * PAGE, cache=16 * PAGE)
 # --- blocks -----------------------------------------------------------------------------------------------
 
 
-def test_a_page_is_mapped_as_long_as_one_block_needs_it(arena):
-    arena.map([block(0), block(1), block(1)])
-    assert arena.stats().pages_active == 3
-    arena.unmap([block(0)])
-    assert arena.stats().pages_active == 2  # their shared page is block 1's still
-    arena.unmap([block(1)])
-    assert arena.stats().pages_active == 2  # which was mapped twice
-    arena.unmap([block(1)])
-    assert arena.stats().nbytes_mapped == 0
-
-
 def test_what_is_not_mapped_reads_as_zeros(pool_factory):
     arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory("host", 64))
     arena.map([block(3)])

@@ -253,24 +253,6 @@ def test_neighbours_are_mapped_by_one_call(pool_factory):
     blocks.arena.close()
 
 
-def test_holding_and_releasing_twice_is_doing_it_once(blocks):
-    assert blocks.hold([1, 1, 1]) == ([], [1])
-    assert blocks.hold([1]) == ([1], []) and blocks.mapped == 1
-    blocks.release([1, 1, 2])
-    blocks.release([1])
-    assert blocks.mapped == 0 and blocks.arena.stats().pages_active == 0
-
-
-def test_neighbours_share_a_page(blocks):
-    blocks.hold([0, 1])
-    assert blocks.arena.stats().pages_active == LAYERS
-    blocks.release([0])
-    assert blocks.arena.stats().pages_active == LAYERS
-    assert blocks.trim([0]) == 0 and blocks.whole([0, 1]) == [True, True]
-    blocks.release([1])
-    assert blocks.trim([0]) == LAYERS * PAGE
-
-
 def test_what_is_refused_changes_nothing(blocks):
     blocks.hold([0])
     with pytest.raises(vtensor.OutOfPages):
