@@ -36,9 +36,10 @@ void SlotCache::share(const Caller& caller) {
 void SlotCache::show_lengths() noexcept {
   if (shown_ == nullptr) return;
   const bool arriving = swaps_.any_arriving();  // most often none: a step's slots are cold memory
-  shown_->set_words({0, buffers_.shape().slots}, [&](std::size_t slot) {
+  const std::span<const std::int64_t> lengths = lengths_->all();
+  shown_->set_words({0, lengths.size()}, [&, lengths](std::size_t slot) {
     const bool whole = !expects(slot) && !(arriving && swaps_.is_arriving(slot));
-    return whole ? static_cast<std::uint64_t>(lengths_->all()[slot]) : 0;
+    return whole ? static_cast<std::uint64_t>(lengths[slot]) : 0;
   });
 }
 

@@ -44,14 +44,12 @@ class SharedRange {
     if (closed()) return;
     shared::Word& version = parts_.header().words_version;
     const std::uint64_t now = version.load(std::memory_order_relaxed);
-    bool changing = false;
-    for (std::size_t n = words.begin; n < words.end; ++n) {
-      const std::uint64_t value = of(n);
-      if (word(n) == value) continue;
-      if (!std::exchange(changing, true)) version.store(now + 1, std::memory_order_relaxed);
-      parts_.word(n).store(value, std::memory_order_release);
-    }
-    if (changing) version.store(now + 2, std::memory_order_release);
+    std::size_t n = words.begin;
+    while (n < words.end && word(n) == of(n)) ++n;
+    if (n == words.end) return;
+    version.store(now + 1, std::memory_order_relaxed);
+    for (; n < words.end; ++n) parts_.word(n).store(of(n), std::memory_order_release);
+    version.store(now + 2, std::memory_order_release);
   }
 
   // Readers learn that the memory is away, or back.
