@@ -136,6 +136,32 @@ TEST_CASE_TEMPLATE("a slot whose pages the driver keeps makes nobody wait", T, O
   bench.finish();
 }
 
+TEST_CASE_TEMPLATE("a slot whose rows cannot all be had stays as it was (I8)", T, OnHost,
+                   OnSimulation) {
+  Bench<T> bench({2, 64, 1, 0, {{2, 1024, 0}, {1, 2048, 0}}}, 100,
+                 {.patience = std::chrono::milliseconds(50)});
+  const std::size_t slot = bench.alloc();
+  REQUIRE(bench.grow(slot, 12));
+  bench.free(slot);
+  bench.pool->wait_idle(kPatience);
+  const std::size_t cached = bench.pool->counts().cached;
+  REQUIRE(cached != 0);
+  Buffer& second = bench.cache->buffers().at(slot, 1);
+  {
+    PoolLock lock(bench.pool);
+    second.hold(lock, kCaller);  // as a thread that makes driver calls for it
+  }
+  CHECK_THROWS_AS(bench.alloc(12), TimedOut);
+  {
+    const PoolLock lock(bench.pool);
+    second.end_hold();
+  }
+  CHECK(bench.pool->counts().cached == cached);
+  CHECK(bench.alloc(12) == slot);
+  bench.check();
+  bench.finish();
+}
+
 TEST_CASE("work of a stream that was current at a room step is waited for") {
   Bench<OnSimulation> bench(plain(1), 100);
   const SimcudaControl& control = OnSimulation::control();
