@@ -284,6 +284,20 @@ def test_every_band_comes_back_bit_for_bit_in_any_order(pool_factory, kind, shap
         assert grown(cache, slot, 61)
 
 
+def test_a_band_that_comes_back_empty_begins_anew(pool_factory, kind):
+    """Its window had given back the positions that the slot's next request has first."""
+    windows = SHAPES["windows"]["windows"]
+    with make_cache(pool_factory(kind, 200), "windows", bands=4) as cache:
+        slot = filled(cache, 60)
+        assert grown(cache, slot, 61)
+        cache.swap_out(slot, bands=[1])
+        cache.truncate(slot, 0)
+        assert cache.swap_in(slot, bands=[1])
+        assert grown(cache, slot, 30)
+        write(cache, slot, 0, range(30))
+        check_contents(cache, slot, range(30), windows)
+
+
 @pytest.mark.exact
 def test_a_prompt_takes_the_pages_of_one_band_at_a_time(cache):
     slot = cache.alloc()

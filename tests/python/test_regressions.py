@@ -64,6 +64,15 @@ def test_a_fork_shows_nothing_that_its_parent_truncated(pool):
     t.close(), f.close()
 
 
+def test_rows_chosen_from_a_fork_show_nothing_that_its_parent_truncated(pool):
+    """I7: neither in place nor in a range of their own."""
+    t = vtensor.empty(2, 10, grow_dim=1, capacity=100, dtype=torch.uint8, pool=pool).fill_(9)
+    f = t.truncate(2).fork()
+    f.reindex([1, 0, 1])
+    assert f.extend(5).tolist() == [[9, 9, 0, 0, 0, 0, 0]] * 3
+    t.close(), f.close()
+
+
 @pytest.mark.parametrize("derive", ["same", "fork", "reallocate", "reindex"])
 def test_zeros_extend_with_zeros(pool, derive):
     page = pool.page_size // 4
