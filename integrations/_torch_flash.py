@@ -53,9 +53,11 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor:
     """FlashAttention 2's function of that name: q ``[Tq, Hq, D]``, k and v ``[Tk, Hkv, D]``, packed."""
     _refuse_others("flash_attn_varlen_func", dropout_p=dropout_p, **others)
+    left, right = _window(causal, window_size)
     if _has_flash(q):
-        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        return _flash(q, k, v, packed, softmax_scale, *_window(causal, window_size))
+        return _flash(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, left, right
+        )
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for (a, b), (c, d) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
@@ -119,7 +121,7 @@ def _attend(
     left, right = _window(causal, window_size)
     queries, length = q.shape[1], k.shape[1]
     if _has_flash(q):
-        return _flash(q, k, v, (None, None, queries, length), scale, left, right)
+        return _flash(q, k, v, None, None, queries, length, scale, left, right)
     from .sdpa import scaled_dot_product_attention
 
     causal_only = (left, right) == (-1, 0)
@@ -145,7 +147,10 @@ def _flash(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lengths: tuple[torch.Tensor | None, torch.Tensor | None, int, int],
+    starts_q: torch.Tensor | None,
+    starts_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
     scale: float | None,
     left: int,
     right: int,
@@ -153,12 +158,23 @@ def _flash(
     """Torch's own FlashAttention 2 over ``[B, S, H, D]``, or over packed ``[T, H, D]`` with starts.
 
     Heads may be grouped. The arguments mean the same in torch 2.10 to 2.13: the lower-right window alone
-    defines the mask, and is_causal is set for the window (-1, 0). ``lengths`` has the starts of both, or
-    None, and the longest of both.
+    defines the mask, and is_causal is set for the window (-1, 0).
     """
-    is_causal, window = (left, right) == (-1, 0), {"window_size_left": left, "window_size_right": right}
-    forward = torch.ops.aten._flash_attention_forward
-    out: torch.Tensor = forward(q, k, v, *lengths, 0.0, is_causal, False, scale=scale, **window)[0]
+    out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        max_q,
+        max_k,
+        0.0,
+        (left, right) == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )[0]
     return out
 
 
