@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstddef>
-#include <list>
 #include <memory>
 #include <vector>
 

@@ -12,6 +12,7 @@ Torch shares a copy of that one, and vtensor's storages stay in place.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, Self
 
@@ -43,11 +44,12 @@ class StaysHere:
         )
 
 
-class Closes(StaysHere):
+class Closes(StaysHere, ABC):
     """Such an object that the end of a ``with`` closes."""
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Gives its memory back."""
 
     def __enter__(self) -> Self:
         return self
