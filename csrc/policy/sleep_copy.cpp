@@ -1,6 +1,7 @@
 #include "policy/sleep_copy.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -8,6 +9,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdlib>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -110,10 +112,15 @@ SleepCopy::SleepCopy(std::shared_ptr<PagePool> pool, const char* operation, Copy
     if (found == images_.end()) continue;
     parts_.push_back(part);
     bytes_ += part.bytes;
-    if (!found->second->memory() && !stages_)
-      stages_ = std::make_unique_for_overwrite<std::byte[]>(2 * kStage);
+    if (found->second->memory() || stages_) continue;
+    void* const at =
+        mmap(nullptr, 2 * kStage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at == MAP_FAILED) throw std::bad_alloc();
+    stages_.reset(static_cast<std::byte*>(at));
   }
 }
+
+void SleepCopy::Unmap::operator()(std::byte* stages) const noexcept { munmap(stages, 2 * kStage); }
 
 std::vector<SleepPart> SleepCopy::next(std::size_t most) {
   std::vector<SleepPart> some;

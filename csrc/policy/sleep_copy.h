@@ -79,8 +79,12 @@ class SleepCopy {
   const Images images_;
   std::size_t bytes_ = 0, done_ = 0;
   std::size_t part_ = 0, inside_ = 0;  // the next byte: in which part, and where
+  // Mapped, and not of the heap, which may keep what is freed.
+  struct Unmap {
+    void operator()(std::byte* stages) const noexcept;
+  };
   // Two halves, if there is a file: one is read or written while the other is copied.
-  std::unique_ptr<std::byte[]> stages_;
+  std::unique_ptr<std::byte[], Unmap> stages_;
 };
 
 }  // namespace vtensor
