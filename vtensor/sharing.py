@@ -206,8 +206,7 @@ class Reader(VTensor):
         ReaderCore.close(self._core)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = self.clone()
-        memo[id(self)] = copy
+        memo[id(self)] = copy = self.clone()
         return copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -496,7 +495,6 @@ reduction.ForkingPickler.register(KVCache, _reduce_cache)
 reduction.ForkingPickler.register(SharedModule, _reduce_module)
 for _class in (VTensor, CopyOnWriteVTensor, AsleepVTensor):  # the last two say why not
     reduction.ForkingPickler.register(_class, _reduce)
+for _class in (Reader, _ClosedReader, _ParentsReader):
+    keep_private(_class)
 del _class
-keep_private(Reader)
-keep_private(_ClosedReader)
-keep_private(_ParentsReader)

@@ -5,6 +5,7 @@
 #include <set>
 #include <utility>
 
+#include "base/errors.h"
 #include "base/sparse_array.h"
 
 namespace vtensor {
@@ -140,10 +141,12 @@ class AdjacentPlacement final : public Placement {
     if (page == nullptr) return !resident;
     return page->references == 0 && page->resident == resident;
   }
-  // Requires: there is one.
+  // Throws Error if there is none, which the run's counts deny.
   std::size_t first_free(HandleRun& run, bool resident) const {
     std::size_t& from = resident ? run.spare_from : run.empty_from;
-    while (!is_free(run, from, resident)) ++from;
+    while (from < run.length && !is_free(run, from, resident)) ++from;
+    if (from == run.length)
+      throw Error("I5: the free pages from ", run.first, " on are miscounted");
     return from;
   }
 
