@@ -22,6 +22,7 @@ import vtensor
 from vtensor import InvalidArgument, VTensorError
 
 from .transformers import VTensorCache, VTensorLayer
+from .transformers.release import CACHE
 
 __all__ = ["in_agreement"]
 
@@ -58,7 +59,7 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
     ranks = _Ranks(timeout)
 
     def before_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("past_key_values") is not cache:
+        if kwargs.get(CACHE, kwargs.get("past_key_values")) is not cache:
             return
         inputs = args[0] if args else kwargs.get("input_ids")
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
@@ -138,7 +139,7 @@ def _local_states(
     probe = DynamicCache(config=model.config)
     name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
     with torch.no_grad():
-        model(**{name: inputs[:1, :1]}, past_key_values=probe, use_cache=True)
+        model(**{name: inputs[:1, :1], CACHE: probe}, use_cache=True)
     sizes = []
     for layer, found in zip(cache.layers, probe.layers, strict=True):
         if isinstance(layer, VTensorLayer) and found.keys is not None:

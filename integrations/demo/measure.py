@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 import vtensor
 
 from ..transformers import VTensorCache
+from ..transformers.release import CACHE
 from .model import PreallocatedCache
 
 OURS = "VTensorCache"
@@ -158,12 +159,12 @@ class CacheRun:
         result = self.model.generate(
             self.ids,
             attention_mask=(torch.arange(self.ids.shape[1]) > 0).long()[None],
-            past_key_values=self.cache,
             max_new_tokens=tokens,
             do_sample=False,
             streamer=self.meter,
             return_dict_in_generate=True,
             output_logits=True,
+            **{CACHE: self.cache},
             **kwargs,
         )
         self.ids = result.sequences

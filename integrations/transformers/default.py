@@ -1,6 +1,6 @@
 """Makes ``VTensorCache`` the cache of every ``generate()`` that makes its own cache.
 
-``install()`` replaces one method, ``GenerationMixin._prepare_cache_for_generation`` of transformers 5.23.
+``install()`` replaces one method, ``GenerationMixin._prepare_cache_for_generation`` of transformers.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 from vtensor import InvalidArgument, Pool
 
 from .cache import VTensorCache, check_pool
+from .release import CACHE
 
 __all__ = ["install", "installed", "uninstall"]
 
 _METHOD = "_prepare_cache_for_generation"
-_CACHE_NAMES = ("past_key_values", "cache_params")
+_CACHE_NAMES = (CACHE, "cache_params")
 
 _original: Callable[..., None] | None = None
 
 
 def install(pool: Pool | None = None) -> None:
-    """Makes ``generate()`` without ``past_key_values=`` use a ``VTensorCache``, not a ``DynamicCache``.
+    """Makes ``generate()`` without a cache of the caller's use a ``VTensorCache``, not a ``DynamicCache``.
 
     With another ``cache_implementation=``, ``generate()`` uses that. The caches have no ``max_len``, and give
     their memory back with the last reference to them.

@@ -1,4 +1,4 @@
-"""Refuses a transformers that is too old for the cache. docs/versions.md lists the tested releases."""
+"""What differs between releases of transformers. docs/versions.md lists the tested ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import transformers
 from packaging.version import Version
 
 OLDEST = "5.17"
+
+CACHE = "cache" if Version(transformers.__version__).release >= (5, 24) else "past_key_values"
+"""The name of a model's argument for its cache. Since 5.24 the other one works too, with a warning."""
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(

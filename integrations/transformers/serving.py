@@ -18,6 +18,8 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 from vtensor import InvalidArgument, KVCache
 from vtensor.serving import Plan, Request
 
+from .release import CACHE
+
 __all__ = ["ServedModel", "serving_cache"]
 
 _OWN = ("sdpa", "eager")
@@ -115,9 +117,9 @@ class ServedModel:
             output = self.model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.tensor([positions], device=device),
-                past_key_values=self._states,
                 use_cache=True,
                 logits_to_keep=torch.tensor(last, device=device),
+                **{CACHE: self._states},
             )
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from vtensor.integrations.transformers.release import OLDEST
+from transformers import LlamaForCausalLM
+from vtensor.integrations.transformers.release import CACHE, OLDEST
 
 from support import import_beside
 
@@ -18,6 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_it_is_the_one_that_is_declared():
     assert re.findall('"transformers>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text()) == [OLDEST]
+
+
+def test_models_call_their_cache_so():
+    taken = inspect.signature(LlamaForCausalLM.forward).parameters
+    assert CACHE in taken and taken.keys().isdisjoint({"cache", "past_key_values"} - {CACHE})
 
 
 def test_an_older_one_is_refused(tmp_path):
