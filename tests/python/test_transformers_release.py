@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaForCausalLM
+from transformers import GenerationMixin, LlamaForCausalLM
+from vtensor.integrations.transformers import release
 from vtensor.integrations.transformers.release import CACHE, OLDEST
 
 from support import import_beside
@@ -25,6 +27,14 @@ def test_it_is_the_one_that_is_declared():
 def test_models_call_their_cache_so():
     taken = inspect.signature(LlamaForCausalLM.forward).parameters
     assert CACHE in taken and taken.keys().isdisjoint({"cache", "past_key_values"} - {CACHE})
+
+
+def test_another_name_is_refused(monkeypatch):
+    def renamed(self, input_ids, states=None): ...
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", renamed)
+    with pytest.raises(ImportError, match="no argument cache or past_key_values: docs/versions.md"):
+        importlib.reload(release)
 
 
 def test_an_older_one_is_refused(tmp_path):
