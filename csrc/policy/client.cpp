@@ -168,9 +168,8 @@ void Client::give_up_ahead() {
 
 std::size_t Client::drop_ahead() {
   if (busy_) return 0;
-  const std::size_t pages = range_.mapped(Why::prefetched) + range_.mapped(Why::reused);
+  const std::size_t pages = range_.mapped(Why::prefetched);
   release(Why::prefetched);
-  release(Why::reused);
   ahead_changed();
   if (pages != 0) give_back_unused();
   return pages;
@@ -368,7 +367,7 @@ void Client::enter_back(const Reservation::Departure& departure) {
 // -- zeroing
 
 std::vector<Reservation::Run> Client::unclean(std::size_t most) const {
-  for (const Why why : {Why::prefetched, Why::reused, Why::cached}) {
+  for (const Why why : {Why::prefetched, Why::cached}) {
     for (const Interval indices : range_.runs_of(why)) {
       std::vector<Reservation::Run> runs = range_.unclean_in(indices, most);
       if (!runs.empty()) return runs;
@@ -425,7 +424,7 @@ std::vector<PageRecord> Client::pages() {
   };
   for (const Reservation::Run& run : range_.collect({0, range_.row_pages()}, has_page)) {
     static constexpr const char* kNames[kWhys] = {nullptr,  nullptr,  "pinned", "prefetched",
-                                                  "cached", "cached", "pinned", "pinned"};
+                                                  "cached", "pinned", "pinned"};
     const EntryState state = range_.at(run.row, run.indices.begin).state();
     const std::vector<std::uint8_t> private_copies =
         state == EntryState::copy_on_write ? find_private_copies(range_, run)
@@ -471,7 +470,7 @@ void Client::count(PoolCounts& counts) const {
   counts.mapped += std::accumulate(mapped.begin(), mapped.end(), std::size_t{0});
   counts.active += of(Why::needed);
   counts.prefetched += of(Why::prefetched);
-  counts.cached += of(Why::reused) + of(Why::cached);
+  counts.cached += of(Why::cached);
   counts.pinned += pinned;
   if (!owned_) counts.orphaned += pinned;
   if (placed()) return;

@@ -196,7 +196,7 @@ std::size_t Buffer::ready_in(std::size_t end) const {
 void Buffer::ahead_changed() {
   if (!owned_) return;
   std::size_t end = extent_.end;
-  while (range_.why(end) == Why::prefetched || range_.why(end) == Why::reused) ++end;
+  while (range_.why(end) == Why::prefetched) ++end;
   set_ready(ready_in(end));
 }
 
@@ -285,12 +285,9 @@ void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep)
   } else if (pool_->looks_ahead()) {
     kept_end = indices_of({positions.begin, lead()}).end;
   }
-  release(Why::prefetched);
-  release(Why::reused, kept_end);
+  release(Why::prefetched, kept_end);
   set_ready(ready_in(std::min(was_ready, kept_end)));
-  range_.change_why({extent_.end, ready_end_}, [](PageTable::Index index) {
-    return index.why() == Why::reused ? Why::reused : Why::prefetched;
-  });
+  range_.set_why({extent_.end, ready_end_}, Why::prefetched);
   give_back_unused();
 }
 
@@ -477,9 +474,7 @@ void Buffer::want(std::size_t index_end, bool soon) {
   try {
     range_.reserve({0, index_end});
     pool_->want(shared_from_this());
-    range_.change_why({std::max(owned_until(), ready_end_), index_end}, [](PageTable::Index index) {
-      return index.why() == Why::reused ? Why::reused : Why::prefetched;
-    });
+    range_.set_why({std::max(owned_until(), ready_end_), index_end}, Why::prefetched);
     if (soon) pool_->wake_mapper();
   } catch (const std::bad_alloc&) {
     // Growth that needs the pages raises it.
@@ -579,8 +574,7 @@ bool Buffer::reuse_cached(const Caller& caller) {
   work_.note(caller);
   range_.event(trace::What::reuse, cached());
   pool_->cached().remove(*this);
-  // In a slot they count as cached until the extent reaches them.
-  range_.set_why(cached(), placed() ? Why::reused : Why::prefetched);
+  range_.set_why(cached(), Why::prefetched);
   ahead_changed();
   if (!ready_after_.empty()) pool_->settle_later(shared_from_this());
   ++pool_->counted.tensors_reused;
@@ -600,8 +594,7 @@ std::size_t Buffer::mapped_pages() {
 void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
   for (std::size_t index = extent_.begin; index < ready_end_; ++index) {
     const Why why = range_.why(index);
-    const bool right =
-        index < extent_.end ? why == Why::needed : why == Why::prefetched || why == Why::reused;
+    const bool right = why == (index < extent_.end ? Why::needed : Why::prefetched);
     if (!right || range_.count_mapped({index, index + 1}) != range_.rows()) {
       throw Error("I3: index ", index,
                   " is in an extent, or ready, and is not mapped in every row, or may go");

@@ -72,12 +72,11 @@ enum class Why : std::uint8_t {
   needed,      // by the owner: none may be mapped yet
   viewed,      // needed by generations alone
   prefetched,  // mapped ahead of need, or to be mapped: some may be missing
-  reused,      // the last owner's, taken over by an owner that has not come to them yet
   cached,      // the last owner's, kept for the next one
   unneeded,    // to be unmapped after the work that may use them
   fenced,      // to be unmapped once the fences after that work have passed
 };
-inline constexpr std::size_t kWhys = 8;
+inline constexpr std::size_t kWhys = 8;  // at most, a power of two
 
 // What page tables say of a page, for PagePool::check_invariants.
 struct PageUse {
