@@ -169,9 +169,10 @@ void Reservation::enter(const Arrival& arrival) {
         set(run.row, index, {page, EntryState::leaving});
         continue;
       }
-      const bool dirty = page->dirty;  // it was not written to here
+      const bool dirty = page->dirty;
       pages_.drop(page);
-      page->dirty = dirty;
+      // What was taken was not written to. What was given others may have written to, and let go.
+      if (arrival.given.empty()) page->dirty = dirty;
       set(run.row, index, {});
     }
   }

@@ -11,6 +11,7 @@
 #include <memory>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/errors.h"
@@ -369,6 +370,41 @@ TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped
     pool->end(view);
     CHECK(settled(*pool, [&] { return pool->counts().mapped == 0; }));
   }
+}
+
+TEST_CASE("a prefix whose mapping is refused shows its bytes to no later owner (I7)") {
+  const auto pool = open_pool(64, {});
+  const RowShape shape{1, kBytes, 16, 0, false};
+  const Interval whole{0, 4};
+  const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
+  first->grow(kCaller, whole, false);
+  std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 4 * kBytes);
+  PageSets offered = Sharing(*first, kCaller).offer({&whole, 1});
+  const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
+  Sharing(*second, kCaller).expect(whole, offered);
+  Reservation::Arrival arrival;
+  {
+    const PoolLock lock(pool);
+    CHECK(second->claim_ahead(arrival, 4));
+  }
+  // While the mapper is at it, all others let the pages go.
+  offered.clear();
+  first->abandon();
+  second->abandon();
+  const Reservation::Arriving one{&second->range(), &arrival};
+  pool->driver().meter().fail_after(0);
+  Reservation::carry_out({&one, 1}, 0, true);
+  pool->driver().meter().disarm();
+  {
+    const PoolLock lock(pool);
+    CHECK_FALSE(second->enter_ahead(arrival));
+  }
+  CHECK(pool->counts().used == 0);
+  const std::shared_ptr<Buffer> third = Buffer::create(pool, shape, kCaller);
+  third->grow(kCaller, whole, false);
+  for (std::size_t page = 0; page < 4; ++page)
+    CHECK(*reinterpret_cast<char*>(third->address_of(0, page)) == 0);
+  third->abandon();
 }
 
 // Each mapper sleeps on its place's word, which the other pool wakes, and its own.
