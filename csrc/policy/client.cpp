@@ -263,7 +263,9 @@ bool Client::enter_ahead(Reservation::Arrival& arrival) {
 void Client::give_back_unused() noexcept {
   if (busy_) return;  // end_hold calls it again
   if (!pool_->looks_ahead() || pool_->store().broken()) {
-    if (!settle(nullptr)) pool_->settle_later(shared_from_this());
+    if (!settle(nullptr)) return pool_->settle_later(shared_from_this());
+    // It may be listed since an earlier refusal, and with no mapper at work nothing else looks.
+    pool_->unsettled().remove(hooks.unsettled);
     return;
   }
   refusal_ = nullptr;

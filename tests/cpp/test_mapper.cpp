@@ -407,6 +407,20 @@ TEST_CASE("a prefix whose mapping is refused shows its bytes to no later owner (
   third->abandon();
 }
 
+TEST_CASE("a pool ends although an unmapping was refused once (I14)") {
+  std::shared_ptr<PagePool> pool = open_pool(64, {});
+  std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, 16, 0, false}, kCaller);
+  buffer->grow(kCaller, {0, 8}, false);
+  pool->driver().meter().fail_after(0);
+  buffer->retract(kCaller, {0, 4});
+  pool->driver().meter().disarm();
+  CHECK(pool->driver().meter().refused(Call::munmap) == 1);
+  std::exchange(buffer, nullptr)->abandon();  // which unmaps all
+  pool->retire();
+  const std::weak_ptr<PagePool> left = std::exchange(pool, nullptr);
+  CHECK(left.expired());
+}
+
 // Each mapper sleeps on its place's word, which the other pool wakes, and its own.
 TEST_CASE("pools of one budget give each other what they keep") {
   constexpr std::size_t kWhole = 64;
