@@ -521,7 +521,7 @@ void Buffer::free_range() {
 // Caches the first run of pages that the next owner can use: writable, and not shared. It begins at
 // page 0, where another tensor begins, but in a placed buffer, whose next owner has its positions.
 void Buffer::try_to_cache() {
-  if (shape_.phase != 0 || !reserved_) return;
+  if (shape_.phase != 0 || !reserved_ || pool_->retired()) return;
   const auto usable = [](Entry entry) {
     return is_writable(entry) && entry.page()->references == 1;
   };

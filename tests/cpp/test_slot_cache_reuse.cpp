@@ -20,6 +20,21 @@ SlotCacheShape plain(std::size_t slots, std::size_t lookahead = 0) {
   return {slots, 64, 1, lookahead, {{2, 1024, 0}}};
 }
 
+void break_and_retire(PagePool& pool) {
+  {
+    const PoolLock lock(pool.shared_from_this());
+    pool.store().break_down(std::make_exception_ptr(Error("refused")));
+  }
+  pool.retire();
+}
+
+// Whether nothing keeps the pool alive. The mapper may be the last to let it go.
+bool ends(const std::weak_ptr<PagePool>& pool) {
+  const auto until = steady_clock::now() + std::chrono::seconds(2);
+  while (!pool.expired() && steady_clock::now() < until) std::this_thread::yield();
+  return pool.expired();
+}
+
 }  // namespace
 
 TEST_CASE_TEMPLATE("a prefix cut before its first step stays mapped with its tile", T, OnHost,
@@ -84,6 +99,16 @@ TEST_CASE_TEMPLATE("a cache closed while the mapper is at it caches nothing", T,
     std::this_thread::sleep_for(std::chrono::microseconds(10 * (round % 20)));
     bench.finish();
   }
+}
+
+TEST_CASE_TEMPLATE("slots that outlive a broken pool's owner leave nothing (I14)", T, OnHost,
+                   OnSimulation) {
+  Bench<T> bench(plain(2), 100, {.prefetch = 8 * kPage});
+  CHECK(bench.grow(bench.alloc(), 20));
+  break_and_retire(*bench.pool);
+  bench.cache.reset();
+  const std::weak_ptr<PagePool> left = std::exchange(bench.pool, nullptr);
+  CHECK(ends(left));
 }
 
 TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T, OnHost,
