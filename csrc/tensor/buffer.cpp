@@ -299,6 +299,7 @@ void Buffer::leave() noexcept {
   owned_ = false;
   expected_.reset();
   pool_->wanting().remove(*this);
+  pool_->cached().unclean.remove(hooks.unclean);
   release({0, range_.reserved()});
   assign({}, {});
   set_ready(0);

@@ -111,6 +111,28 @@ TEST_CASE_TEMPLATE("slots that outlive a broken pool's owner leave nothing (I14)
   CHECK(ends(left));
 }
 
+TEST_CASE("nor do slots whose pages were to be zeroed (I14)") {
+  const auto& control = OnSimulation::control();
+  Bench<OnSimulation> bench(plain(1), 100, {.prefetch = 8 * kPage});
+  const Stream stream = control.make_stream(0);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 20));
+  control.hold(stream);
+  const auto at = reinterpret_cast<std::uintptr_t>(bench.item(slot, 0, 0, 0));
+  CHECK(control.launch(stream, at, kPage, 7) == 0);
+  bench.cache->use({"test", stream});
+  bench.free(slot);
+  CHECK(bench.alloc() == slot);
+  CHECK_FALSE(bench.cache->prepare(kCaller, std::vector<std::int64_t>{20}));
+  break_and_retire(*bench.pool);
+  bench.cache.reset();
+  control.release(stream);
+  control.run();
+  const std::weak_ptr<PagePool> left = std::exchange(bench.pool, nullptr);
+  CHECK(ends(left));
+  control.destroy_stream(stream);
+}
+
 TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T, OnHost,
                    OnSimulation) {
   PoolOptions options;
