@@ -110,6 +110,16 @@ void Client::end_hold() noexcept {
   give_back_unused();
 }
 
+bool Client::is_quiet() {
+  if (zeroing_) {
+    ready_after_.reserve(ready_after_.size() + 1);
+    if (FencePtr fence = driver_.fence(driver_.side_stream()))
+      ready_after_.push_back(std::move(fence));
+    zeroing_ = false;
+  }
+  return all_passed(driver_, ready_after_);
+}
+
 std::vector<FencePtr> Client::fences() const {
   std::vector<FencePtr> fences = work_.fences();
   fences.insert(fences.end(), ready_after_.begin(), ready_after_.end());
@@ -400,6 +410,7 @@ void Client::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zer
                             std::exception_ptr error) {
   busy_ = false;
   work_.note(driver_.side_stream());
+  zeroing_ |= error != nullptr;
   if (!error) {
     for (const Reservation::Run& run : runs)
       range_.each_page(run, [](Page* page) { page->dirty = false; });

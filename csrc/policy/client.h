@@ -90,8 +90,8 @@ class Client : public std::enable_shared_from_this<Client> {
   // Throws if the caller's stream is being captured, because driver work would become part of the
   // graph or break it, or if the stream is not of the driver's context.
   void require_no_capture(const Caller& caller) const;
-  // Whether all fences of ready_after_ have passed.
-  bool is_quiet() VT_LOCKED { return all_passed(driver_, ready_after_); }
+  // Whether all fences of ready_after_ have passed. Throws what the driver refuses.
+  bool is_quiet() VT_LOCKED;
   // Work launched in `stream` from now on waits for the fences of ready_after_.
   void order(Stream stream) const VT_LOCKED {
     for (const FencePtr& fence : ready_after_) driver_.order(stream, *fence);
@@ -240,6 +240,8 @@ class Client : public std::enable_shared_from_this<Client> {
   std::size_t waiting_ VT_GUARDED = 0;
   // Fences that the next stream to use ready or cached pages waits for.
   std::vector<FencePtr> ready_after_ VT_GUARDED;
+  // Pages may be zeroed in the side stream, whose fence was refused: is_quiet() makes another.
+  bool zeroing_ VT_GUARDED = false;
   PendingWork work_ VT_GUARDED;
   Generations generations_ VT_GUARDED;
   // Made in advance, so that `abandon` cannot fail.

@@ -232,6 +232,42 @@ TEST_CASE("work of a stream that was current at a room step is waited for") {
   control.destroy_stream(stream);
 }
 
+TEST_CASE("zeroing that no fence follows wipes out nothing that a step wrote") {
+  const auto& control = OnSimulation::control();
+  Bench<OnSimulation> bench(plain(1), 100, {.prefetch = 8 * kPage});
+  const Stream stream = control.make_stream(0), side = bench.pool->driver().side_stream();
+  const Caller caller{"test", stream};
+  const std::size_t slot = bench.cache->alloc(kCaller, 0);
+  const std::vector<std::int64_t> lengths{20};
+  bench.cache->step(kCaller, lengths);
+  control.hold(stream);
+  const auto at = reinterpret_cast<std::uintptr_t>(bench.item(slot, 0, 0, 0));
+  CHECK(control.launch(stream, at, kPage, 7) == 0);
+  bench.cache->use(caller);
+  bench.cache->free(kCaller, slot);
+  CHECK(bench.cache->alloc(kCaller, 0) == slot);
+  CHECK_FALSE(bench.cache->prepare(kCaller, lengths));
+  control.hold(side);
+  control.fail("cuEventRecord", 0, 1, 999);
+  control.release(stream);
+  const auto refused = [&] {
+    return bench.pool->driver().meter().count(ThreadRole::mapper, Call::cuMemsetD8Async) != 0;
+  };
+  for (const auto until = steady_clock::now() + kPatience;
+       !refused() && steady_clock::now() < until;)
+    std::this_thread::yield();
+  CHECK_THROWS_AS(bench.pool->wait_idle(kPatience), DriverError);
+  bench.cache->step(caller, lengths);
+  CHECK(control.launch(stream, at, kPage, 9) == 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  control.release(side);
+  control.run();
+  bench.pool->wait_idle(kPatience);
+  CHECK(*bench.item(slot, 0, 0, 0) == 9);
+  bench.cache.reset();
+  control.destroy_stream(stream);
+}
+
 TEST_CASE("a forked child may drop a cache whose lock the parent held") {
   Bench<OnSimulation> bench(plain(1), 100);
   CHECK(bench.grow(bench.alloc(), 5));
