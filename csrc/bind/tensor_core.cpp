@@ -92,7 +92,7 @@ void TensorCore::use_classes(nb::object open, nb::object copy_on_write, nb::obje
 }
 
 TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
-    : spec_(std::move(spec)) {
+    : TensorCore(std::move(spec)) {
   for (std::size_t i = 0; i < spec_.sizes.size(); ++i) {
     if (spec_.sizes[i] < (i == spec_.grow_dim ? 0 : 1))
       refuse("empty", "sizes ", shape_text(spec_.sizes),
@@ -109,7 +109,9 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
 
 TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length,
                        bool unclean)
-    : spec_(std::move(spec)), positions_{0, length}, may_copy_on_write_(true) {
+    : TensorCore(std::move(spec)) {
+  positions_ = {0, length};
+  may_copy_on_write_ = true;
   if (unclean || spec_.zeroed) stale_until_ = buffer->geometry().reach(positions_);
   use(std::move(buffer));
 }

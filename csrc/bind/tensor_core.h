@@ -86,6 +86,9 @@ class TensorCore {
   class Operation;
   class Undressed;
 
+  // The other constructors begin with this one, so that a buffer is abandoned if they throw.
+  explicit TensorCore(TensorSpec spec) : spec_(std::move(spec)) {}
+
   void retract(const Caller& caller);
   void drop_positions(nb::handle self, const Caller& caller, std::size_t n, bool front);
   RowShape row_shape(std::size_t capacity) const;

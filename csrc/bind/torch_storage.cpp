@@ -13,8 +13,11 @@ template <typename Get>
 nb::object tuple_of(std::size_t count, Get get) {
   nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(count)));
   if (!tuple.is_valid()) throw nb::python_error();
-  for (std::size_t i = 0; i < count; ++i)
-    PyTuple_SetItem(tuple.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(get(i)));
+  for (std::size_t i = 0; i < count; ++i) {
+    PyObject* const number = PyLong_FromLongLong(get(i));
+    if (number == nullptr) throw nb::python_error();
+    PyTuple_SetItem(tuple.ptr(), static_cast<Py_ssize_t>(i), number);
+  }
   return tuple;
 }
 

@@ -12,6 +12,7 @@ import vtensor
 from cuda_support import TorchOnTheDevice, free_memory
 from support import eventually, filled, quarter, ramp, same_bytes, simcuda_library
 from vtensor import testing
+from vtensor._core import TensorCore
 
 MEMORY = 4 << 30  # of the simulated device
 AHEAD = 16 * 4096
@@ -315,3 +316,24 @@ def test_a_fork_without_memory_for_its_first_write(sim, stream_pool, emptied, fu
     child.fill_(2)
     assert t.eq(1).all() and child.eq(2).all()
     t.close(), child.close()
+
+
+def test_a_tensor_that_python_has_no_memory_for_leaves_no_trace(pool_factory):
+    allocator = pytest.importorskip("_testcapi")
+    pool = pool_factory("host")
+    sizes = [0, *[2] * 24]  # more than Python keeps tuples of
+    arguments = (pool._core, sizes, 0, 10, torch.uint8, torch.device("cpu"), 1, False, False)
+    refused = 0
+    for allocation in range(100):
+        core = None
+        allocator.set_nomemory(allocation, allocation + 1)
+        try:
+            core = TensorCore(*arguments)
+        except MemoryError:
+            refused += 1
+        finally:
+            allocator.remove_mem_hooks()
+        assert pool.stats().tensors == (core is not None)
+        del core
+        testing.check_invariants(pool)
+    assert refused != 0
