@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
 #include <utility>
 
 #include "base/errors.h"
@@ -18,6 +17,7 @@ Page* Placement::new_record(Handle handle) {
     *page = Page{};
   } else {
     if (records_used_ == kRecordsAtOnce) {
+      spare_.reserve((records_.size() + 1) * kRecordsAtOnce);
       records_.push_back(std::make_unique<Page[]>(kRecordsAtOnce));
       records_used_ = 0;
     }
@@ -78,10 +78,10 @@ class AdjacentPlacement final : public Placement {
 
   void emptied(Page* page) override {
     HandleRun& run = run_of(page);
-    if (is_idle(run)) by_spare_.erase({run.spare, run.first});
+    if (is_idle(run)) leave(by_spare_, run.spare, run, run.by_spare);
     --run.spare;
     run.empty_from = std::min(run.empty_from, index_in(run, page));
-    if (is_idle(run) && run.spare != 0) by_spare_.emplace(run.spare, run.first);
+    if (is_idle(run) && run.spare != 0) enter(by_spare_, run.spare, run, run.by_spare);
   }
 
  private:
@@ -169,13 +169,31 @@ class AdjacentPlacement final : public Placement {
       end_idle(before->second);
       join(before->second, at);
     }
-    const HandleRun& idle = joins ? before->second : run;
-    by_length_.emplace(idle.length, idle.first);
-    if (idle.spare != 0) by_spare_.emplace(idle.spare, idle.first);
+    HandleRun& idle = joins ? before->second : run;
+    enter(by_length_, idle.length, idle, idle.by_length);
+    if (idle.spare != 0) enter(by_spare_, idle.spare, idle, idle.by_spare);
   }
-  void end_idle(const HandleRun& run) {
-    by_length_.erase({run.length, run.first});
-    by_spare_.erase({run.spare, run.first});
+  void end_idle(HandleRun& run) noexcept {
+    leave(by_length_, run.length, run, run.by_length);
+    if (run.spare != 0) leave(by_spare_, run.spare, run, run.by_spare);
+  }
+  using Node = RunsBySize::node_type;
+  static void enter(RunsBySize& all, std::size_t size, const HandleRun& run, Node& node) noexcept {
+    node.value() = {size, run.first};
+    all.insert(std::move(node));
+  }
+  static void leave(RunsBySize& all, std::size_t size, const HandleRun& run, Node& node) noexcept {
+    node = all.extract({size, run.first});
+  }
+  static Node make_node() {
+    RunsBySize one{{0, 0}};
+    return one.extract(one.begin());
+  }
+  HandleRun& add_run(Handle first, std::size_t length) {
+    HandleRun run{.first = first, .length = length, .open = true};
+    run.by_length = make_node();
+    run.by_spare = make_node();
+    return runs_.emplace(first, std::move(run)).first->second;
   }
 
   void join(HandleRun& run, Runs::iterator next) {
@@ -187,13 +205,10 @@ class AdjacentPlacement final : public Placement {
     runs_.erase(next);
   }
 
-  // The pages of a run from `index` on, as a run of their own. Requires: none is in use.
+  // The pages of an open run from `index` on, as a run of their own. Requires: none is in use.
   HandleRun& split(HandleRun& run, std::size_t index) {
-    HandleRun& rest = runs_[run.first + index];
-    rest = {.first = run.first + index,
-            .length = run.length - index,
-            .spare = run.spare,
-            .open = run.open};
+    HandleRun& rest = add_run(run.first + index, run.length - index);
+    rest.spare = run.spare;
     for (Handle at = pages_.next(run.first); at < rest.first; at = pages_.next(at + 1))
       rest.spare -= pages_[at] != nullptr && pages_[at]->resident;
     run.length = index;
@@ -240,9 +255,7 @@ class AdjacentPlacement final : public Placement {
   HandleRun* open_run(std::size_t pages) {
     if (HandleRun* idle = open_idle(pages, pages)) return idle;
     const Handle first = driver_.create(pages);
-    HandleRun& run = runs_[first];
-    run = {.first = first, .length = pages, .open = true};
-    return &run;
+    return &add_run(first, pages);
   }
 
   static constexpr std::size_t kMostLooks = 32;
@@ -252,7 +265,7 @@ class AdjacentPlacement final : public Placement {
   SparseArray<Page*, 32> pages_;  // by handle
   Runs runs_;                     // by their first handles
   // Idle runs by length, and those with spare pages by their number; each with its first handle.
-  std::set<std::pair<std::size_t, Handle>> by_length_, by_spare_;
+  RunsBySize by_length_, by_spare_;
 };
 
 class UnorderedPlacement final : public Placement {

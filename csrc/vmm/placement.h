@@ -5,11 +5,16 @@
 
 #include <cstddef>
 #include <memory>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "vmm/page.h"
 
 namespace vtensor {
+
+// Runs by a number of their pages, and by their first handles.
+using RunsBySize = std::set<std::pair<std::size_t, Handle>>;
 
 // Adjacent handles [first, first + length). Some row grows through it, or pages of it are in use,
 // or it is idle. A page is free while it has no reference, and spare if it is resident too.
@@ -21,6 +26,8 @@ struct HandleRun {
   std::size_t spare_from = 0;  // no spare page lies below this index
   std::size_t empty_from = 0;  // no other free page lies below this index
   bool open = false;           // a row grows through it
+  // Of the lists of idle runs, kept while it is in none: becoming idle allocates nothing.
+  RunsBySize::node_type by_length = {}, by_spare = {};
 };
 
 // The runs that one row grows through: the second and later ones while other tensors still have
@@ -56,13 +63,13 @@ class Placement {
 
  protected:
   Page* new_record(Handle handle);
-  void recycle_record(Page* page) { spare_.push_back(page); }
+  void recycle_record(Page* page) noexcept { spare_.push_back(page); }
 
  private:
   static constexpr std::size_t kRecordsAtOnce = 256;
   std::vector<std::unique_ptr<Page[]>> records_;
   std::size_t records_used_ = kRecordsAtOnce;  // of the last array
-  std::vector<Page*> spare_;
+  std::vector<Page*> spare_;                   // with room for all records
 };
 
 // `spare` is the pool's list of free pages whose memory is kept.

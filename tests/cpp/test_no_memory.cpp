@@ -1,0 +1,191 @@
+// Operations whose n-th allocation is refused, for every n: what they throw leaves nothing half
+// done, and what cannot throw needs no memory.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "arena/arena.h"
+#include "heap/heap.h"
+#include "kv/slot_cache.h"
+#include "policy/page_pool.h"
+#include "policy/sleep.h"
+#include "tensor/buffer.h"
+#include "tensor/sharing.h"
+
+namespace {
+
+// Allocations of this thread before one is refused; below 0 none is.
+thread_local long allowed = -1;
+
+void* allocate(std::size_t bytes, std::size_t alignment) {
+  const bool refused = allowed == 0;
+  if (allowed >= 0) --allowed;
+  void* const at = refused
+                       ? nullptr
+                       : std::aligned_alloc(alignment, (bytes + alignment) / alignment * alignment);
+  if (at == nullptr) throw std::bad_alloc();
+  return at;
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* at) noexcept { std::free(at); }
+void operator delete(void* at, std::size_t) noexcept { std::free(at); }
+void operator delete(void* at, std::align_val_t) noexcept { std::free(at); }
+void operator delete(void* at, std::size_t, std::align_val_t) noexcept { std::free(at); }
+
+namespace vtensor {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kPages = 256;
+constexpr std::chrono::seconds kPatience(20);
+constexpr std::size_t kRows[] = {0, 1};
+const Caller kCaller{"test"};
+const RowShape kShape{2, kPage / 2, 64, 0, false};
+
+// A pool, and what is to end before it.
+struct Bench {
+  std::shared_ptr<PagePool> pool;
+  std::vector<std::shared_ptr<Client>> clients = {};
+  std::shared_ptr<Heap> heap = nullptr;
+  std::shared_ptr<SlotCache> cache = nullptr;
+
+  std::shared_ptr<Buffer> buffer(std::size_t length) {
+    const std::shared_ptr<Buffer> made = Buffer::create(pool, kShape, kCaller);
+    clients.push_back(made);
+    if (length != 0) made->grow(kCaller, {0, length}, false);
+    return made;
+  }
+  std::shared_ptr<Arena> arena() {
+    const auto made = Arena::make(pool, 64 * kPage, false, kCaller);
+    clients.push_back(made);  // has room
+    return made;
+  }
+  void end() {
+    for (const auto& client : clients) client->abandon();
+    clients.clear();
+    heap.reset();
+    cache.reset();
+  }
+};
+
+using Operation = std::function<void()>;
+
+// `prepare` returns the operation.
+void each_allocation(const std::string& name, const std::function<Operation(Bench&)>& prepare) {
+  for (const bool ahead : {false, true}) {
+    bool refused = true;
+    for (long n = 0; refused; ++n) {
+      INFO(name, ", allocation ", n, ahead ? ", with look-ahead" : "");
+      PoolOptions options{.budget = kPages * kPage, .patience = kPatience};
+      if (ahead) options.prefetch = options.cache = 64 * kPage;
+      Bench bench{
+          PagePool::create(make_host_driver({.page_size = kPage, .shareable = true}), options)};
+      bench.clients.reserve(8);
+      {
+        const Operation operation = prepare(bench);
+        allowed = n;
+        try {
+          operation();
+        } catch (const std::bad_alloc&) {
+        }
+        refused = allowed < 0;
+        allowed = -1;
+      }
+      CHECK_NOTHROW(bench.pool->check_invariants());
+      bench.end();
+      bench.pool->retire();
+      CHECK_NOTHROW(bench.pool->wait_idle(kPatience));
+      CHECK_NOTHROW(bench.pool->trim());
+      CHECK_NOTHROW(bench.pool->check_invariants());
+      const PoolCounts counts = bench.pool->counts();
+      CHECK(counts.used == 0);
+      CHECK(counts.reserved_pages == 0);
+      const std::weak_ptr<PagePool> left = std::exchange(bench.pool, nullptr);
+      for (const auto until = std::chrono::steady_clock::now() + kPatience;
+           !left.expired() && std::chrono::steady_clock::now() < until;)
+        std::this_thread::yield();
+      CHECK(left.expired());
+    }
+  }
+}
+
+TEST_CASE("tensors") {
+  each_allocation("make", [](Bench& bench) { return [&] { bench.buffer(0); }; });
+  each_allocation("grow", [](Bench& bench) {
+    return [buffer = bench.buffer(3)] { buffer->grow(kCaller, {0, 40}, true); };
+  });
+  each_allocation("retract", [](Bench& bench) {
+    return [buffer = bench.buffer(40)] { buffer->retract(kCaller, {5, 20}); };
+  });
+  each_allocation("close", [](Bench& bench) {
+    return [buffer = bench.buffer(40), &bench] {
+      bench.clients.clear();
+      buffer->abandon();
+    };
+  });
+  each_allocation("publish", [](Bench& bench) {
+    return [buffer = bench.buffer(40)] { buffer->pool()->end(buffer->publish()); };
+  });
+  each_allocation("show", [](Bench& bench) {
+    return [buffer = bench.buffer(10)] {
+      buffer->share("test", 2);
+      buffer->grow(kCaller, {0, 40}, false);
+    };
+  });
+}
+
+TEST_CASE("arenas and heaps") {
+  each_allocation("make", [](Bench& bench) { return [&] { bench.arena(); }; });
+  each_allocation("map", [](Bench& bench) {
+    return [arena = bench.arena()] {
+      constexpr Interval some[] = {{0, 5 * kPage}, {3 * kPage, 10 * kPage}};
+      arena->map(kCaller, some);
+      arena->unmap(kCaller, some);
+      arena->prepare(some);
+      arena->trim(kCaller, some);
+    };
+  });
+  each_allocation("allocate", [](Bench& bench) {
+    bench.heap = std::make_shared<Heap>(bench.pool);
+    return [&heap = *bench.heap] {
+      const Address at = heap.allocate(kCaller, 3 * kPage);
+      const Address other = heap.allocate(kCaller, 100);
+      heap.pool()->end(heap.publish(at));
+      heap.free(kCaller, other);
+      heap.trim(kCaller);
+    };
+  });
+}
+
+TEST_CASE("pools") {
+  each_allocation("sleep", [](Bench& bench) {
+    return [buffer = bench.buffer(40)] {
+      FallAsleep falling(buffer->pool());
+      const std::array numbers{falling.next_number()};
+      falling.add(buffer);
+      falling.begin(kCaller);
+      falling.finish();
+      WakeUp(buffer->pool(), kCaller, numbers).finish(numbers);
+    };
+  });
+}
+
+}  // namespace
+}  // namespace vtensor
