@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <ranges>
 #include <utility>
@@ -40,12 +41,14 @@ class Remapping {
     changes_.push_back(
         {range, {row, {index, index}}, access_of(range.at(row, index).state()), undo});
   }
-  // Takes over a reference to `page`, unless it is the one that is mapped there.
+  // Takes over a reference to `page`, unless it is the one that is mapped there. Throws
+  // std::bad_alloc, and takes nothing over then.
   void add(Page* page) VT_LOCKED {
     Change& change = changes_.back();
-    change.to.push_back(page);
-    change.was.push_back(change.range.at(change.run.row, change.run.indices.end++).page()->handle);
+    change.was.push_back(change.range.at(change.run.row, change.run.indices.end).page()->handle);
     change.is.push_back(page->handle);
+    change.to.push_back(page);
+    ++change.run.indices.end;
   }
   void cannot_undo() { changes_.back().undo = Undo::impossible; }
   // Copies into the new pages have not ended.
@@ -155,12 +158,15 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs
         range.take(run.row, previous, 1, taken);
       }
       Page* const to = taken.front();
+      const auto drop = [&range](Page* page) VT_LOCKED { range.store().drop(page); };
+      std::unique_ptr<Page, decltype(drop)> not_added(to != from ? to : nullptr, drop);
       // What the kernel copied cannot be put back, so a refused remap must leave it whole: one
       // kernel mapping each.
       const bool continues = previous != nullptr && previous->handle + 1 == to->handle;
       if (index == run.indices.begin || (driver.traits().adjacent_handles && !continues))
         changes.begin(range, run.row, index, Remapping::Undo::wanted);
       changes.add(to);
+      static_cast<void>(not_added.release());
       if (private_copy) changes.cannot_undo();
       if (to != from || private_copy) {
         // From here on it holds neither its last owner's bytes nor, until all is copied, ours.
@@ -205,8 +211,8 @@ void remap_pages(std::span<const PageChange> changes) {
   for (const auto& [range, row, index, to] : changes) {
     remapping.begin(*range, row, index, Remapping::Undo::needed);
     for (Page* page : to) {
-      range->store().share(page);
       remapping.add(page);
+      range->store().share(page);
     }
   }
   remapping.carry_out();

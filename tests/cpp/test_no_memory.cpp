@@ -151,6 +151,35 @@ TEST_CASE("tensors") {
   });
 }
 
+TEST_CASE("shared pages") {
+  each_allocation("fork", [](Bench& bench) {
+    return [buffer = bench.buffer(40)] {
+      Sharing(*buffer, kCaller).share(kShape, kRows, false)->abandon();
+    };
+  });
+  each_allocation("unshare", [](Bench& bench) {
+    const auto buffer = bench.buffer(40);
+    const auto fork = Sharing(*buffer, kCaller).share(kShape, kRows, false);
+    bench.clients.push_back(fork);
+    *reinterpret_cast<char*>(fork->address_of(0, 0)) = 1;
+    return [fork] { Sharing(*fork, kCaller).unshare({0, 40}); };
+  });
+  each_allocation("reindex", [](Bench& bench) {
+    return [buffer = bench.buffer(40)] {
+      constexpr std::size_t rows[] = {1, 1};
+      const Sharing::Reindexing one{buffer.get(), rows};
+      Sharing::reindex(kCaller, {&one, 1});
+    };
+  });
+  each_allocation("prefix", [](Bench& bench) {
+    return [from = bench.buffer(40), to = bench.buffer(0)] {
+      constexpr Interval some[] = {{0, 4}, {4, 8}};
+      Sharing(*to, kCaller).expect({0, 16}, Sharing(*from, kCaller).offer_writable(some));
+      Sharing(*to, kCaller).accept_expected();
+    };
+  });
+}
+
 TEST_CASE("arenas and heaps") {
   each_allocation("make", [](Bench& bench) { return [&] { bench.arena(); }; });
   each_allocation("map", [](Bench& bench) {
