@@ -23,6 +23,9 @@ class SlotBuffers {
   // DriverError.
   SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
               const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller);
+  ~SlotBuffers() { close(); }
+  SlotBuffers(const SlotBuffers&) = delete;
+  SlotBuffers& operator=(const SlotBuffers&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   const SlotCacheShape& shape() const { return shape_; }

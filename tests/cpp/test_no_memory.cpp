@@ -216,5 +216,49 @@ TEST_CASE("pools") {
   });
 }
 
+TEST_CASE("slots") {
+  for (const std::size_t lookahead : {std::size_t{0}, std::size_t{8}}) {
+    const SlotCacheShape shape{4, 64, 1, lookahead, {{2, 1024, 0}, {1, 2048, 16}}};
+    const auto open = [shape](Bench& bench) {
+      bench.cache = std::make_shared<SlotCache>(bench.pool, shape, kCaller);
+    };
+    each_allocation("make", [&](Bench& bench) { return [&] { open(bench); }; });
+    each_allocation("step", [&](Bench& bench) {
+      open(bench);
+      return [&cache = *bench.cache] {
+        std::vector<std::int64_t> lengths(4);
+        const std::size_t slot = cache.alloc(kCaller, 10);
+        lengths[slot] = 12;
+        cache.prepare(kCaller, lengths);
+        cache.step(kCaller, lengths);
+        const std::vector<Token> tokens(12, 7);
+        cache.publish(kCaller, slot, tokens, "");
+        cache.alloc(kCaller, tokens, "", 20, true);
+        cache.truncate(kCaller, slot, 3);
+        cache.free(kCaller, slot);
+        cache.evict(3);
+      };
+    });
+    each_allocation("swap", [&](Bench& bench) {
+      open(bench);
+      return [&cache = *bench.cache] {
+        std::vector<std::int64_t> lengths(4);
+        const std::size_t slot = cache.alloc(kCaller, 10);
+        lengths[slot] = 12;
+        cache.step(kCaller, lengths);
+        const std::array slots{slot, cache.fork(kCaller, slot, 1).front()};
+        cache.swap_out(kCaller, slots, [](std::size_t bytes) {
+          return HostMemory(new std::byte[bytes], std::default_delete<std::byte[]>());
+        });
+        cache.swap_in(kCaller, slots);
+        const SlotCache::Write write{slots[1], {2, 4}};
+        cache.begin_write(kCaller, 0, 0, {&write, 1});
+        const std::array sources{slots[1], slots[1]};
+        cache.reorder(kCaller, slots, sources);
+      };
+    });
+  }
+}
+
 }  // namespace
 }  // namespace vtensor
