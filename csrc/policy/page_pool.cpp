@@ -463,7 +463,12 @@ void PagePool::reap() noexcept {
 
 std::exception_ptr PagePool::settle_all(PoolLock& lock) noexcept {
   std::exception_ptr first;
-  const std::vector<std::shared_ptr<Client>> all(unsettled_.begin(), unsettled_.end());
+  std::vector<std::shared_ptr<Client>> all;
+  try {
+    all.assign(unsettled_.begin(), unsettled_.end());
+  } catch (const std::bad_alloc&) {
+    return std::current_exception();
+  }
   for (const std::shared_ptr<Client>& client : all) {
     if (client->settle(&lock)) {
       unsettled_.remove(client->hooks.unsettled);

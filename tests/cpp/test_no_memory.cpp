@@ -204,6 +204,18 @@ TEST_CASE("arenas and heaps") {
 }
 
 TEST_CASE("pools") {
+  each_allocation("settle", [](Bench& bench) {
+    const auto buffer = bench.buffer(40);
+    bench.pool->driver().meter().fail_after(0);
+    buffer->retract(kCaller, {0, 3});  // whose unmapping is refused
+    bench.pool->driver().meter().disarm();
+    return [&pool = *bench.pool] {
+      pool.counts();
+      pool.set_budget(100 * kPage);
+      pool.trim();
+      pool.wait_idle(kPatience);
+    };
+  });
   each_allocation("sleep", [](Bench& bench) {
     return [buffer = bench.buffer(40)] {
       FallAsleep falling(buffer->pool());
