@@ -18,7 +18,6 @@ LAYERS, HEADS, HEAD_DIM = 2, 2, 64  # float32, both layers in a page: 1 KiB a to
 PAGE = 4096
 PAGE_TOKENS = 4
 RANGES = 2
-KINDS = ("host", "simcuda")
 SLOTS = 4
 LONG = [1, 0] * 5
 

@@ -9,21 +9,18 @@ import torch
 
 import vtensor
 from serving_support import HEAD_DIM, HEADS, LAYERS, PAGE, PAGE_TOKENS
-from support import open_pool, simcuda_library
+from support import open_pool
 from vtensor import testing
 from vtensor.serving import Request, Scheduler, Status
 
 MAX_LEN, LOOKAHEAD = 256, 2 * PAGE_TOKENS
 
 
-@pytest.fixture(params=["host", "simcuda"])
-def opened(request):
-    if request.param == "simcuda" and simcuda_library() is None:
-        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
-
+@pytest.fixture
+def opened(kind):
     @contextmanager
     def open_cache(budget):
-        pool = open_pool(request.param, budget, prefetch=None)
+        pool = open_pool(kind, budget, prefetch=None)
         sizes = (LAYERS, HEADS, HEAD_DIM, 4, MAX_LEN, torch.float32, pool.device)
         options = {"layer_group": LAYERS, "tile": 1, "lookahead": LOOKAHEAD, "pool": pool}
         try:

@@ -152,26 +152,6 @@ def test_a_cancel_that_is_refused_can_be_called_again(error, status):
             assert cache.stats().slots_free == SLOTS
 
 
-def test_beams_whose_step_is_refused_are_as_before():
-    beams = Request("beams", [1, 0, 1, 1, 0], 8, samples=3)
-    with opened("host", 60, SLOTS) as cache:
-        engine = engine_over(cache)
-        engine.submit(beams)
-        engine.step()
-        engine.step()
-        (group,) = engine.scheduler.running
-        before = [sequence.tokens for sequence in group.live]
-        give(engine.scheduler, Refusing(cache, 1, DriverError("refused")))
-        with pytest.raises(DriverError):
-            engine.scheduler.reorder("beams", [1, 1, 0])
-        assert [sequence.tokens for sequence in group.live] == before
-        engine.scheduler.reorder("beams", [1, 1, 0])
-        assert [sequence.tokens for sequence in group.live] == [before[1], before[1], before[0]]
-        (end,) = engine.run().values()
-        assert [tokens[:2] for tokens in end.tokens] == [before[i][5:] for i in (1, 1, 0)]
-        assert cache.stats().slots_free == SLOTS
-
-
 def test_the_running_go_on_where_the_cache_has_lost_slots():
     """A cache that could not undo a refused call has fewer slots than it was made with."""
     with opened("host", 200, SLOTS) as cache:
