@@ -12,7 +12,6 @@ from hypothesis.stateful import precondition, rule
 
 import vtensor
 from kv_support import (
-    MAX_LEN,
     PAGE,
     SHAPES,
     UNIT,
@@ -21,10 +20,8 @@ from kv_support import (
     lacks_host_memory,
     make_cache,
     options_of,
-    used,
 )
 from support import calls, calls_since, draws, open_pool, run_snippet, simcuda_library
-from vtensor.testing import kv_model
 from vtensor.testing.cache_machine import BUDGET_PAGES, CacheMachine, which
 from vtensor.testing.kv_model import check_contents, write
 from vtensor.testing.strategies import failures, growths
@@ -261,29 +258,6 @@ for _kind in ("host", "simcuda"):
 # --- contents and memory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.exact
-@pytest.mark.parametrize("shape", sorted(BANDED))
-def test_every_band_comes_back_bit_for_bit_in_any_order(pool_factory, kind, shape):
-    with make_cache(pool_factory(kind, 2000), shape, bands=BANDED[shape]) as cache:
-        slot = cache.alloc()
-        for length in range(10, 61, 10):
-            assert grown(cache, slot, length)
-            write(cache, slot, length - 10, range(length - 10, length))
-        bands = list(range(len(cache.bands)))
-        for order in (bands, bands[::-1]):
-            for band in order:
-                cache.swap_out(slot, bands=[band])
-            cache.wait(slot)
-            assert cache.stats().pages_active == 0 and cache.length(slot) == 60
-            other = filled(cache, MAX_LEN)  # other bytes in the same pages
-            cache.free(other)
-            for band in order:
-                assert cache.swap_in(slot, bands=[band])
-                cache.wait(slot, cache.bands[band][0])
-            check_contents(cache, slot, range(60), SHAPES[shape].get("windows"))
-        assert grown(cache, slot, 61)
-
-
 def test_a_band_that_comes_back_empty_begins_anew(pool_factory, kind):
     """Its window had given back the positions that the slot's next request has first."""
     windows = SHAPES["windows"]["windows"]
@@ -299,29 +273,10 @@ def test_a_band_that_comes_back_empty_begins_anew(pool_factory, kind):
 
 
 @pytest.mark.exact
-def test_a_prompt_takes_the_pages_of_one_band_at_a_time(cache):
-    slot = cache.alloc()
-    rows = 2 * (MAX_LEN // UNIT + 1)  # pages of K and V of a layer
-    for before, length in ((0, 60), (60, MAX_LEN)):
-        for band, layers in enumerate(cache.bands):
-            assert before == 0 or cache.swap_in(slot, bands=[band])
-            assert to(cache, slot, length, [band])
-            write(cache, slot, before, range(before, length), layers)
-            assert used(cache) <= rows
-            cache.swap_out(slot, bands=[band])
-            cache.wait(slot)
-    assert used(cache) == 0 and cache.length(slot) == MAX_LEN and cache.bands_away(slot) == [0, 1, 2, 3]
-    assert cache.stats().nbytes_swapped == MAX_LEN * 4 * 2 * PAGE // UNIT and cache.stats().nbytes_live == 0
-    assert cache.swap_in(slot, bands=range(4))
-    cache.wait(slot)
-    check_contents(cache, slot, range(MAX_LEN))
-    assert cache.bands_away(slot) == [] and cache.stats().nbytes_swapped == 0
-
-
-@pytest.mark.exact
 def test_bands_that_are_alike_again_cost_nothing(cache):
     slot = filled(cache, 20)
     cache.swap_out(slot, bands=[1, 2])
+    assert cache.stats().nbytes_live == 20 * 2 * 2 * PAGE // UNIT  # K and V of two layers
     assert cache.swap_in(slot, bands=[2, 1])
     cache.wait(slot)
     before = calls(cache.pool)
@@ -329,63 +284,6 @@ def test_bands_that_are_alike_again_cost_nothing(cache):
         assert grown(cache, slot, length)
     assert calls_since(cache.pool, before) == {}  # I15
     assert [cache.length(slot, band) for band in range(4)] == [2 * UNIT] * 4
-
-
-@pytest.mark.exact
-def test_a_band_that_shares_a_prefix_leaves_it_to_others(cache):
-    prompt = list(range(40))
-    first = cache.alloc(tokens=prompt)
-    assert grown(cache, first, 40)
-    write(cache, first, 0, prompt)
-    cache.publish(first, prompt)
-    second = cache.alloc(tokens=prompt)
-    shared = cache.length(second)
-    assert shared == 2 * UNIT
-    cache.swap_out(second, bands=[0, 3])
-    cache.wait(second)
-    check_contents(cache, first, prompt)
-    assert cache.swap_in(second, bands=[3, 0])
-    cache.wait(second)
-    check_contents(cache, second, prompt[:shared])
-    for layer in cache.bands[0]:  # its own now
-        cache.write(layer, second, 0, *(part[:1] * 0 for part in kv_model.expected(cache, layer, [7])))
-    check_contents(cache, first, prompt)
-
-
-@pytest.mark.exact
-def test_what_is_cut_while_a_band_is_away_is_gone_when_it_comes_back(cache):
-    slot = filled(cache, 60)
-    cache.swap_out(slot, bands=[1])
-    assert to(cache, slot, 70, [0])
-    cache.truncate(slot, 20)
-    assert [cache.length(slot, band) for band in range(4)] == [20] * 4
-    assert cache.swap_in(slot, bands=[1])
-    cache.wait(slot)
-    cache.pool.wait_idle(5)
-    check_contents(cache, slot, range(20))
-    assert used(cache) == 4 * 2 * 2
-    cache.swap_out(slot, bands=[2])
-    cache.truncate(slot, 0)
-    assert cache.swap_in(slot, bands=[2])
-    cache.wait(slot)
-    cache.pool.wait_idle(5)
-    assert used(cache) == 0 and grown(cache, slot, 3)
-
-
-@pytest.mark.exact
-def test_a_slot_whose_bands_differ_stays_as_it_is_beside_others(cache):
-    first, second = cache.alloc(), cache.alloc()
-    assert to(cache, first, 40, [0]) and to(cache, second, 30, [0, 1])
-    assert cache.lengths[:2] == [0, 0]
-    assert [cache.length(first, band) for band in range(4)] == [40, 0, 0, 0]
-    assert to(cache, first, 40, [1, 2, 3]) and cache.length(first) == 40
-    assert [cache.length(second, band) for band in range(4)] == [30, 30, 0, 0]
-    with pytest.raises(vtensor.InvalidArgument, match="do not shrink"):
-        to(cache, second, 20, [0])
-    lengths = cache.lengths
-    lengths[second] = 20
-    with pytest.raises(vtensor.InvalidArgument, match="do not shrink"):
-        cache.fits(lengths, bands=[0])
 
 
 @pytest.mark.exact
@@ -420,22 +318,6 @@ def test_fits_counts_all_that_comes_back(pool_factory, kind):
 
 
 # --- refusals ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exact
-def test_a_band_for_which_memory_is_short_stays_where_it_is(pool_factory, kind):
-    with banded(pool_factory(kind, 4 * 2 * 4)) as cache:
-        slot = filled(cache, 4 * UNIT)
-        assert not to(cache, slot, 5 * UNIT, [2]) and cache.length(slot, 2) == 4 * UNIT
-        cache.swap_out(slot, bands=[0, 1])
-        cache.wait(slot)
-        other = filled(cache, 2 * UNIT)  # takes 16 pages, all there are
-        lengths = cache.lengths
-        assert not cache.fits(lengths, bands=[0]) and not cache.swap_in(slot, bands=[0])
-        assert cache.bands_away(slot) == [0, 1]
-        cache.free(other)
-        assert cache.fits(cache.lengths, bands=[0]) and cache.swap_in(slot, bands=[0])
-        assert cache.bands_away(slot) == [1]
 
 
 @pytest.mark.exact

@@ -7,26 +7,14 @@ import threading
 import time
 
 import pytest
-import torch
 
 import vtensor
-from kv_support import MAX_BATCH, MAX_LEN, PAGE, RANGES, SHAPES, UNIT, filled, grown, make_cache, used
+from kv_support import MAX_BATCH, MAX_LEN, RANGES, SHAPES, UNIT, filled, grown, make_cache, used
 from support import calls, calls_since, open_pool
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
 # -- vAttention's calls
-
-
-@pytest.mark.exact
-def test_mapped_is_what_lengths_need(cache):
-    a, b = cache.alloc(), cache.alloc()
-    lengths = [0] * MAX_BATCH
-    for lengths[a], lengths[b], pages in ((1, 0, 1), (16, 1, 2), (17, 16, 3), (40, 17, 5)):
-        assert cache.step(lengths) and cache.lengths == lengths
-        stats = cache.stats()
-        assert stats.pages_mapped == stats.pages_active == stats.pages_used == pages * RANGES
-        assert stats.tokens == sum(lengths) and stats.slots_used == 2
 
 
 def test_addresses_never_change(cache):
@@ -36,34 +24,6 @@ def test_addresses_never_change(cache):
     for slot in slots:
         cache.free(slot)
     assert before == [(k.data_ptr(), v.data_ptr()) for k, v in (cache[layer] for layer in range(len(cache)))]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_layers_do_not_overlap(pool_factory, kind, shape):
-    """Each layer, slot and token has bytes of its own, in every layout."""
-    with make_cache(pool_factory(kind, 2000), shape) as cache:
-        slots = [cache.alloc() for _ in range(3)]
-        lengths = [0] * MAX_BATCH
-        for n, slot in zip((19, 7, 33), slots, strict=True):
-            lengths[slot] = n
-        assert cache.step(lengths)
-        values = {slot: [1000 * slot + at for at in range(lengths[slot])] for slot in slots}
-        for slot in slots:
-            write(cache, slot, 0, values[slot])
-        for slot in slots:
-            check_contents(cache, slot, values[slot])
-
-
-@pytest.mark.exact
-def test_a_step_that_crosses_no_page_makes_no_call(cache):
-    slot = cache.alloc()
-    grown(cache, slot, 1)
-    before = calls(cache.pool)
-    for length in range(2, UNIT + 1):
-        assert grown(cache, slot, length)
-    assert calls_since(cache.pool, before) == {}
-    grown(cache, slot, UNIT + 1)
-    assert calls_since(cache.pool, before)
 
 
 @pytest.mark.exact
@@ -80,24 +40,6 @@ def test_a_step_is_one_batch(pool_factory, slots):
         made = calls_since(cache.pool, before)
         assert made["cuMemMap"] == 3 * RANGES * slots and made["cuMemSetAccess"] == RANGES * slots
         assert sum(event.what == "map" for event in recorded.events()) == 1
-
-
-@pytest.mark.exact
-def test_memory_short_changes_nothing_and_works_after_a_free(pool_factory, kind):
-    with make_cache(pool_factory(kind, 8 * RANGES)) as cache:
-        a, b = cache.alloc(), cache.alloc()
-        lengths = [0] * MAX_BATCH
-        lengths[a], lengths[b] = 4 * UNIT, 3 * UNIT
-        assert cache.step(lengths)
-        before = (cache.lengths, cache.stats().pages_mapped, used(cache))
-        more = list(lengths)
-        more[a], more[b] = 5 * UNIT, 4 * UNIT  # one of the two would fit
-        assert not cache.step(more)
-        assert (cache.lengths, cache.stats().pages_mapped, used(cache)) == before
-        testing.check_invariants(cache.pool)
-        cache.free(b)
-        more[b] = 0
-        assert cache.step(more)
 
 
 @pytest.mark.exact
@@ -178,42 +120,7 @@ def test_a_request_gets_the_slot_that_fits_best(cache):
     assert cache.alloc(expect=10) == slots[1]
 
 
-def test_kept_pages_go_to_whoever_needs_them(pool_factory, kind):
-    pool = pool_factory(kind, 8 * RANGES)
-    with make_cache(pool) as cache:
-        slot = cache.alloc()
-        grown(cache, slot, 7 * UNIT)
-        cache.free(slot)
-        other = cache.alloc(expect=1)
-        assert cache.step([MAX_LEN if at == other else 0 for at in range(MAX_BATCH)])
-        cache.free(other)
-        t = vtensor.empty(0, PAGE, grow_dim=0, capacity=100, dtype=torch.uint8, pool=pool)
-        t.extend(8 * RANGES)  # every page of the pool
-        t.close()
-
-
 # -- sharing
-
-
-@pytest.mark.exact
-def test_a_fork_takes_a_page_a_row_at_its_first_write(cache):
-    parent = cache.alloc()
-    grown(cache, parent, 40)
-    write(cache, parent, 0, range(40))
-    before = used(cache)
-    forks = cache.fork(parent, 3)
-    assert used(cache) == before and cache.stats().pages_shared == 3 * RANGES
-    for number, fork in enumerate(forks, 1):
-        assert cache.length(fork) == 40
-        assert grown(cache, fork, 41)
-        write(cache, fork, 40, [500 + number])
-        assert used(cache) == before + number * RANGES
-    for number, fork in enumerate(forks, 1):
-        check_contents(cache, fork, [*range(40), 500 + number])
-    assert grown(cache, parent, 41)
-    assert used(cache) == before + 3 * RANGES  # the last to write keeps the page
-    write(cache, parent, 40, [999])
-    check_contents(cache, parent, [*range(40), 999])
 
 
 @pytest.mark.exact
@@ -291,22 +198,6 @@ def test_prefixes_are_shared_by_whole_units(cache):
     check_contents(cache, same, prompt[: 3 * UNIT])
     stats = cache.stats()
     assert stats.prefix_tokens == 3 * UNIT and stats.prefix_hits == 4 * UNIT and stats.unit == UNIT
-
-
-@pytest.mark.exact
-def test_a_slot_that_a_beam_step_gave_up_forgets_its_prompt(cache) -> None:
-    prompt, other = [7] * UNIT, [8] * UNIT
-    beams = [cache.alloc(tokens=prompt) for _ in range(2)]
-    for slot in beams:
-        grown(cache, slot, UNIT)
-        cache.publish(slot, prompt)
-    cache.reorder(beams, [beams[0], beams[0]])
-    free = cache.stats().slots_free
-    assert free == MAX_BATCH - len(beams)
-    for _ in range(free):
-        slot = cache.alloc(tokens=other)
-        grown(cache, slot, UNIT)
-        assert cache.publish(slot, other) == UNIT
 
 
 def test_the_last_token_is_always_computed(cache):

@@ -12,7 +12,6 @@ import torch
 import vtensor
 from kv_support import (
     MAX_BATCH,
-    MAX_LEN,
     PAGE,
     RANGES,
     SHAPES,
@@ -21,33 +20,9 @@ from kv_support import (
     grown,
     lacks_host_memory,
     make_cache,
-    used,
 )
 from support import calls, calls_since, eventually, run_snippet
-from vtensor.testing.kv_model import check_contents, write
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_swapped_request_comes_back_bit_for_bit(pool_factory, kind, shape):
-    with make_cache(pool_factory(kind, 2000), shape) as cache:
-        slot = cache.alloc()
-        values = []
-        for length in (10, 30, 37, 60):
-            grown(cache, slot, length)
-            write(cache, slot, len(values), range(len(values), length))
-            values = list(range(length))
-        cache.swap_out(slot)
-        cache.wait(slot)
-        assert cache.stats().pages_mapped == 0 and cache.length(slot) == 60
-        other = cache.alloc()  # writes other bytes to the same pages
-        grown(cache, other, MAX_LEN)
-        write(cache, other, 0, range(1000, 1000 + MAX_LEN))
-        cache.free(other)
-        assert cache.swap_in(slot)
-        cache.wait(slot)
-        check_contents(cache, slot, values, SHAPES[shape].get("windows"))
-        assert cache.step([61 if at == slot else 0 for at in range(MAX_BATCH)])
+from vtensor.testing.kv_model import check_contents
 
 
 def test_a_cache_is_dropped_while_its_copies_are_on_their_way(sim, stream_pool, monkeypatch):
@@ -77,44 +52,6 @@ def test_a_cache_is_dropped_while_its_copies_are_on_their_way(sim, stream_pool, 
     pool.wait_idle(5)
     eventually(lambda: all(tensor() is None for tensor in given))
     assert pool.stats().pages_used == 0
-
-
-@pytest.mark.exact
-def test_a_group_shares_pages_again(cache):
-    parent = cache.alloc()
-    grown(cache, parent, 2 * UNIT + 3)
-    write(cache, parent, 0, range(2 * UNIT + 3))
-    group = [parent, *cache.fork(parent, 2)]
-    before = used(cache)
-    cache.swap_out(group)
-    for slot in group:
-        cache.wait(slot)
-    assert used(cache) == 0
-    whole = (2 * UNIT + 3) * PAGE // UNIT * RANGES
-    assert cache.stats().nbytes_swapped < 1.4 * whole  # not three times
-    for slot in (group[1], group[0], group[2]):
-        assert cache.swap_in(slot)
-        cache.wait(slot)
-        check_contents(cache, slot, range(2 * UNIT + 3))
-    assert used(cache) == before + 2 * RANGES  # the last, half-full pages are each slot's own
-    stats = cache.pool.stats()
-    assert cache.stats().nbytes_swapped == 0 and stats.pages_indexed == 0  # nothing waits for more of them
-
-
-@pytest.mark.exact
-def test_a_swap_in_that_finds_memory_short_changes_nothing(pool_factory, kind):
-    with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
-        slot, other = cache.alloc(), cache.alloc()
-        grown(cache, slot, 3 * UNIT)
-        write(cache, slot, 0, range(3 * UNIT))
-        cache.swap_out(slot)
-        assert cache.step([2 * UNIT if at == other else 0 for at in range(MAX_BATCH)])
-        assert not cache.swap_in(slot)
-        assert cache.length(slot) == 3 * UNIT and cache.stats().slots_swapped == 1
-        cache.free(other)
-        assert cache.swap_in(slot)
-        cache.wait(slot)
-        check_contents(cache, slot, range(3 * UNIT))
 
 
 def test_a_step_waits_for_pages_that_are_being_swapped_out(pool_factory, kind):
@@ -175,28 +112,6 @@ def test_host_memory_goes_with_the_last_copy_that_uses_it(cache):
     cache.swap_out(slot)
     cache.free(slot)
     assert cache.stats().nbytes_swapped == 0
-
-
-def test_a_default_device_of_the_program_is_not_ours(cache):
-    slot = filled(cache, 40)
-    torch.set_default_device("meta")
-    try:
-        cache.swap_out(slot)
-        assert cache.swap_in(slot)
-        cache.wait(slot)
-    finally:
-        torch.set_default_device(None)
-    check_contents(cache, slot, range(40))
-
-
-@pytest.mark.exact
-def test_numbers_of_numpy_name_slots(cache):
-    np = pytest.importorskip("numpy")
-    slot = filled(cache, 40)
-    cache.swap_out(np.int64(slot))
-    assert cache.swap_in(np.int64(slot))
-    cache.swap_out(np.array([slot]))
-    assert cache.stats().slots_swapped == 1
 
 
 PREAMBLE = """

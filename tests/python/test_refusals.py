@@ -146,6 +146,7 @@ cache.<step | prepare>(lengths(10, UNIT, 0, 8)) -> band 1 is swapped out: call s
 cache.<step | fits | prepare>(<{0: 3} | '100000' | None | [1.5] * 6 | ['a'] * 6>) -> : give 6 integers
 cache.<step | fits | prepare>(<[2**70] * 6 | np.array(3) | torch.tensor(0) | object()>) -> : give 6 integers
 cache.<step | fits | prepare>(torch.ones(6, device='meta')) -> lengths is a Tensor without memory
+cache.<step | fits>(lengths(9, UNIT), bands=[0]) -> do not shrink
 cache.<step | fits>(lengths(10, UNIT), bands=<[] | '0' | 3 | [0.5] | [-1] | np.array(0)>) -> [KVCache.
 --- slots of a cache
 cache.<free | length | wait | swap_out | swap_in>(99) -> slot 99: the cache has slots 0 to 5
