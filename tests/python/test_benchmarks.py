@@ -119,14 +119,6 @@ def test_json_has_a_line_for_each_figure():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0.00"), (1, "1.00"), (12.345, "12.3"), (0.01234, "0.0123"), (345.6, "346"), (12345.6, "12,346")],
-)
-def test_numbers_have_three_digits(value, text):
-    assert report.number(value) == text
-
-
-@pytest.mark.parametrize(
     ("value", "text"), [(2.5, "2.50 s"), (2.5e-3, "2.50 ms"), (2.5e-6, "2.50 us"), (5e-8, "50.0 ns")]
 )
 def test_seconds_have_a_unit_that_suits_them(value, text):

@@ -235,37 +235,24 @@ def test_numbers_that_only_the_device_knows_read_nothing_outside(pages, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("lengths", "says"),
+    ("lengths", "starts", "says"),
     [
-        (513, ["513", "512"]),
-        ([5, 600], ["600", "512"]),
-        ([1, 5], ["from 1", "2 queries"]),
-        ([5, 5, 5], ["[3] lengths", "2 rows"]),
+        (513, 0, ["513", "512"]),
+        ([5, 600], 0, ["600", "512"]),
+        ([1, 5], 0, ["from 1", "2 queries"]),
+        ([5, 5, 5], 0, ["[3] lengths", "2 rows"]),
+        ([100, 70], -128, ["row 0", "-128"]),
+        ([100, 70], [0, -1], ["row 1", "-1"]),
+        ([100, 70], [0, 71], ["row 1", "71", "ends at 70"]),
+        ([100, 70], 600, ["600", "ends at 100"]),
+        ([100, 70], [0, 0, 0], ["[3] starts", "2 rows"]),
+        ([100, 70], torch.tensor([0, 600]), ["600", "ends at 70"]),
     ],
 )
-def test_lengths_that_a_mask_cannot_have(lengths, says):
+def test_lengths_and_starts_that_a_mask_cannot_have(lengths, starts, says):
     mask = CacheMask(None, ROWS, 2, CAPACITY).update(7)
     with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE) as caught:
-        mask.update(lengths)
-    assert all(word in str(caught.value) for word in says), caught.value
-    assert mask.lengths.tolist() == [7, 7] and mask.longest == 7
-
-
-@pytest.mark.parametrize(
-    ("starts", "says"),
-    [
-        (-128, ["row 0", "-128"]),
-        ([0, -1], ["row 1", "-1"]),
-        ([0, 71], ["row 1", "71", "ends at 70"]),
-        (600, ["600", "ends at 100"]),
-        ([0, 0, 0], ["[3] starts", "2 rows"]),
-        (torch.tensor([0, 600]), ["600", "ends at 70"]),
-    ],
-)
-def test_starts_that_a_mask_cannot_have(starts, says):
-    mask = CacheMask(None, ROWS, 1, CAPACITY).update(7)
-    with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE) as caught:
-        mask.update([100, 70], starts=starts)
+        mask.update(lengths, starts)
     assert all(word in str(caught.value) for word in says), caught.value
     assert mask.lengths.tolist() == mask.known == [7, 7] and mask.longest == 7
     mask.update([100, 70], starts=[100, 70])

@@ -136,14 +136,3 @@ def test_there_is_a_bound_and_the_tracing_ends():
         at_every_bytecode(Account, lambda a: a.add_often(1), no_check, within=HERE, most=5)
     assert sys.gettrace() is before
     assert not issubclass(Interrupt, Exception)
-
-
-def test_what_was_tried_for_another_operation_is_not_tried_again():
-    seen = set()
-    operations = [lambda a: a.add_at_once(1), lambda a: a.add_often(1)]
-    first, second = (
-        at_every_bytecode(Account, operation, no_check, within=HERE, each=place, seen=seen)
-        for operation in operations
-    )
-    assert 0 < second < at_every_bytecode(Account, operations[1], no_check, within=HERE, each=place)
-    assert len(seen) == first + second

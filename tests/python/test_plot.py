@@ -182,16 +182,6 @@ def test_they_draw_on_the_axes_given(host):
         assert draw(what) not in given
 
 
-def test_curves_of_memory():
-    points = memory_points(decode().events)
-    assert max(point.reserved for point in points) == 320 * KIB
-    assert max(point.needed for point in points) == 128 * KIB == max(point.mapped for point in points)
-    # The last step copies one tensor of 60 KiB beside itself: 60 KiB + 64 KiB + 64 KiB.
-    assert max(point.copied for point in points) == (128 + 60) * KIB
-    assert (points[-1].needed, points[-1].mapped) == (64 * KIB, 64 * KIB)
-    assert [point.time_ns for point in points] == sorted(point.time_ns for point in points)
-
-
 def test_memory_of_a_real_recording(pool):
     with vtensor.trace.record() as recording:
         t = quarter(pool, 4)
@@ -252,20 +242,12 @@ def test_thinning_loses_no_peak_and_no_end():
     assert thinned([1.0, 2.0], [3.0, 4.0], 100) == ([1.0, 2.0], [3.0, 4.0])
 
 
-def test_lanes_nest_and_name_threads():
-    caller, mapper = lanes(decode().events, lambda event: event.what, ["lease"], 0)
-    assert (caller.name, mapper.name) == ("caller", "mapper")
-    assert caller.depth == 3 and mapper.depth == 2
-    assert len(caller.spans[2, "driver_call"]) == 4 and len(mapper.spans[1, "driver_call"]) == 4
-    assert caller.marks == {"lease": [1_800_000]}
-    merged = lanes(decode().events, lambda event: event.what, [], 10**9)[0]
-    assert len(merged.spans[0, "extend"]) == 1
+def test_close_spans_are_one_and_threads_are_numbered():
+    caller, _ = lanes(decode().events, lambda event: event.what, [], 10**9)
+    assert len(caller.spans[0, "extend"]) == 1
     threads = [e._replace(thread=n) for n, e in enumerate(decode().events[:3])]
-    assert [lane.name for lane in lanes(threads, lambda event: "", [], 0)] == [
-        "caller 1",
-        "caller 2",
-        "caller 3",
-    ]
+    found = lanes(threads, lambda event: "", [], 0)
+    assert [lane.name for lane in found] == ["caller 1", "caller 2", "caller 3"]
 
 
 def owner(name: str, keys: str) -> Owner:
@@ -285,18 +267,6 @@ def test_a_tree_brings_kin_together():
     assert [o.name for o in ordered] == ["b", "a", "c", "alone"]
     found = {(box.start, box.stop, box.top, box.bottom) for box in boxes(ordered, 4) if box.state == "shared"}
     assert found == {(0, 1, 0, 3), (1, 2, 0, 2), (2, 3, 1, 3)}
-
-
-def test_sharing_counts_pages_once(pool):
-    axes = vtensor.plot.sharing(family(pool))
-    # 8 + 11 + 9 + 13 places; on the host page 1 of the grandchild is private, elsewhere the write was refused
-    assert axes.get_title(loc="left").startswith("41 pages mapped")
-    assert sorted(tick.get_text() for tick in axes.get_yticklabels()) == [
-        "grandchild",
-        "left",
-        "right",
-        "root",
-    ]
 
 
 def test_what_two_have_parted_is_not_shared(host):
@@ -328,6 +298,7 @@ def test_an_exported_trace_reads_as_it_was(pool, tmp_path, name):
         pool.wait_idle()
     path = tmp_path / name
     recording.export(path)
+    assert path.read_bytes().startswith(b"\x1f\x8b") == name.endswith(".gz")
     loaded, events = vtensor.trace.load(path), recording.events()
     assert [e._replace(time_ns=0, duration_ns=0) for e in loaded] == [
         e._replace(time_ns=0, duration_ns=0) for e in events

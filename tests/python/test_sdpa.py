@@ -83,25 +83,6 @@ def test_the_same_kernel_on_the_same_layout_gives_the_same_bits(host, grow_dim):
     close(k, v)
 
 
-@pytest.mark.parametrize("grow_dim", [1, 2])
-def test_a_prompt_in_parts_and_then_steps(host, grow_dim):
-    """The attention of each part over the cache is the rows of one causal attention over all of it."""
-    total = 50
-    q, k, v = (noise(1, heads, total, SIZE, seed=i) for i, heads in enumerate((4, HEADS, HEADS)))
-    whole = exact(q, k, v, lower_right(total, total))
-    ours = [cache(host, 0, grow_dim, rows=1) for _ in range(2)]
-    at = 0
-    for n in (16, 16, 11, 1, 1, 5):
-        for t, x in zip(ours, (k, v), strict=True):
-            new = x[:, :, at : at + n]
-            t.append(new if grow_dim == 2 else new.transpose(1, 2))
-        at += n
-        out = scaled_dot_product_attention(q[:, :, at - n : at], *ours, is_causal=True, enable_gqa=True)
-        assert (out - whole[:, :, at - n : at]).abs().max() < 1e-5
-    assert at == total
-    close(*ours)
-
-
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("shape", [(1, 9), (2, 1, 1, 9), (4, 1, 9), (2, 4, 1, 9), (1, 4, 3, 9)])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])

@@ -111,17 +111,6 @@ def test_rows_are_what_pandas_takes():
     assert events
 
 
-def test_pandas_makes_a_table_of_them(host):
-    pandas = pytest.importorskip("pandas")
-    t = quarter(host)
-    with trace.record() as recording:
-        grow(t, 3)
-    table = pandas.DataFrame(recording.events())
-    assert list(table.columns) == list(Event._fields)
-    assert (table.what == "extend").sum() == 3
-    t.close()
-
-
 def test_what_a_tensor_and_the_mapper_do_is_all_there(pool_factory):
     """One of each, by thread."""
     pool = pool_factory("host", prefetch=16 * 4096, cache=16 * 4096)
@@ -166,28 +155,6 @@ def test_the_newest_stay_and_the_others_are_counted(host):
     assert recording.dropped >= 1000 - 128
     assert f"{recording.dropped:,} older events were dropped" in recording.summary()
     t.close()
-
-
-def test_events_come_from_every_thread(host):
-    tensors = [quarter(host) for _ in range(3)]
-    ids = {}
-
-    def work(i):
-        ids[i] = threading.get_native_id()
-        grow(tensors[i], 20)
-
-    with trace.record() as recording:
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    extends = of(recording.events(), "extend")
-    for i, t in enumerate(tensors):
-        own = [e for e in extends if e.thread == ids[i]]
-        assert len(own) == 20
-        assert {e.tensor for e in own} == {t.address}
-        t.close()
 
 
 def test_events_are_read_beside_writers(host):
@@ -419,15 +386,6 @@ def test_the_export_of_nothing_is_a_trace(tmp_path):
     recording_of().export(tmp_path / "trace.json")
     (record,) = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert record["name"] == "process_name"
-
-
-def test_the_export_is_compressed_by_its_name(tmp_path):
-    recording = recording_of(*ROWS)
-    recording.export(tmp_path / "trace.json")
-    recording.export(str(tmp_path / "trace.json.gz"))
-    assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()) == (
-        (tmp_path / "trace.json").read_bytes()
-    )
 
 
 # -- beside torch's profiler
