@@ -10,13 +10,7 @@ import torch
 import test_sleep
 import vtensor
 from kv_support import UNIT, lengths_with, make_cache
-from support import (
-    PER_PAGE,
-    filled,
-    quarter,
-    ramp,
-    same_bytes,
-)
+from support import PER_PAGE, filled, quarter, ramp, same_bytes
 from test_heap import allocate, content, fill, free, inside
 from vtensor.testing.kv_model import check_contents, expected, write
 

@@ -230,11 +230,7 @@ def test_what_sleeps_refuses_its_work(pool, tmp_path):
     pool.wake()
     assert refusals() == []
     for module in whole.modules():
-        hooks = (
-            module._forward_pre_hooks,
-            module._state_dict_pre_hooks,
-            module._load_state_dict_pre_hooks,
-        )
+        hooks = (module._forward_pre_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks)
         assert not any(hooks)
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_state_dict_pre_hooks
     pool.close()

@@ -17,12 +17,7 @@ from vtensor import errors
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TEXTS = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *DOCS.rglob("*.md"),
-        ROOT / "csrc" / "DESIGN.md",
-        *ROOT.glob("integrations/**/*.md"),
-    ]
+    [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "csrc" / "DESIGN.md", *ROOT.glob("integrations/**/*.md")]
 )
 WITH_EXAMPLES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
 

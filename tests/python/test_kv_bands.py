@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 import vtensor
-from kv_support import (
-    PAGE,
-    SHAPES,
-    UNIT,
-    filled,
-    grown,
-    lacks_host_memory,
-    make_cache,
-    options_of,
-)
+from kv_support import PAGE, SHAPES, UNIT, filled, grown, lacks_host_memory, make_cache, options_of
 from support import calls, calls_since, draws, open_pool, run_snippet, simcuda_library
 from vtensor.testing.cache_machine import BUDGET_PAGES, CacheMachine, which
 from vtensor.testing.kv_model import check_contents, write

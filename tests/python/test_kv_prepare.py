@@ -6,16 +6,7 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import (
-    PAGE,
-    RANGES,
-    UNIT,
-    filled,
-    grown,
-    lengths_with,
-    make_cache,
-    used,
-)
+from kv_support import PAGE, RANGES, UNIT, filled, grown, lengths_with, make_cache, used
 from support import calls
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write

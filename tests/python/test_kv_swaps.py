@@ -10,17 +10,7 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import (
-    MAX_BATCH,
-    PAGE,
-    RANGES,
-    SHAPES,
-    UNIT,
-    filled,
-    grown,
-    lacks_host_memory,
-    make_cache,
-)
+from kv_support import MAX_BATCH, PAGE, RANGES, SHAPES, UNIT, filled, grown, lacks_host_memory, make_cache
 from support import calls, calls_since, eventually, run_snippet
 from vtensor.testing.kv_model import check_contents
 

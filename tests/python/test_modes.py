@@ -318,7 +318,6 @@ def test_the_walk_has_every_public_call(pool_factory, tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["host", "simcuda"])
 def test_every_call_does_the_same_in_a_mode(walked, kind, mode):
     plain, moded = walked(kind, contextlib.nullcontext), walked(kind, MODES[mode])
     assert len(plain) > 25 and any(any(content) for _, _, content in plain)

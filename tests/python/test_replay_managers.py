@@ -187,9 +187,7 @@ def longest_known(published, tokens, unit):
     return max((n for n in range(0, len(tokens), unit) if tuple(tokens[:n]) in published), default=0)
 
 
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), min_size=1, max_size=20),
-)
+@given(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), min_size=1, max_size=20))
 def test_the_ideal_cache_finds_every_prefix(prompts):
     cache = RadixCache(tokens=1000, max_batch=4, max_len=64, unit=FRAME)
     published = set()
@@ -214,10 +212,7 @@ def test_the_ideal_cache_evicts_the_least_recently_used():
     assert cache.length(cache.alloc([1] * 5)) == 4 and cache.length(cache.alloc([2] * 5)) == 0
 
 
-@given(
-    shapes=st.lists(shapes, min_size=1, max_size=10),
-    tokens=st.integers(45, 100),
-)
+@given(shapes=st.lists(shapes, min_size=1, max_size=10), tokens=st.integers(45, 100))
 def test_the_ideal_cache_wastes_nothing(shapes, tokens):
     """Live tokens, each published unit once, and what is free are all there is."""
     cache = RadixCache(tokens, max_batch=4, max_len=64, unit=FRAME)

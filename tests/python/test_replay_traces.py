@@ -132,10 +132,7 @@ def test_files_that_are_no_traces(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "first"),
-    [
-        ("azure_llm_2023_conv.csv", (0.0, 374, 44)),
-        ("mooncake_conversation.jsonl", (0.0, 6758, 500)),
-    ],
+    [("azure_llm_2023_conv.csv", (0.0, 374, 44)), ("mooncake_conversation.jsonl", (0.0, 6758, 500))],
 )
 def test_the_real_traces_are_read(name, first):
     if not (TRACES / name).exists():

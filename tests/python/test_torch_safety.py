@@ -248,12 +248,9 @@ def test_a_storage_taken_away_is_noticed_at_the_next_operation(host, how, then):
         assert t.eq(1).all() and t.length == 12  # refused: all as before
         t.extend(1)
         return
-    arguments = {
-        "extend": (1,),
-        "append": (torch.zeros(1, 256),),
-        "shrink": (1,),
-        "reallocate": (100,),
-    }.get(then, ())
+    arguments = {"extend": (1,), "append": (torch.zeros(1, 256),), "shrink": (1,), "reallocate": (100,)}.get(
+        then, ()
+    )
     with pytest.raises(vtensor.VTensorError, match=r"^\[VTensor\..*: "):
         getattr(t, then)(*arguments)
     t.close()

@@ -11,10 +11,7 @@ from vtensor import testing
 pytest.importorskip("transformers")
 
 from transformers import cache_utils
-from transformers.cache_utils import (
-    DynamicCache,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from vtensor.integrations.transformers import (
     VTensorHybridLayer,
     VTensorHybridSlidingWindowLayer,

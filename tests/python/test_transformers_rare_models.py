@@ -72,10 +72,7 @@ def assert_same(ours, theirs):
         assert a.get_seq_length() == b.get_seq_length()
 
 
-@pytest.mark.parametrize(
-    ("name", "way", "method"),
-    [(*pair, method) for pair in PAIRS for method in METHODS],
-)
+@pytest.mark.parametrize(("name", "way", "method"), [(*pair, method) for pair in PAIRS for method in METHODS])
 def test_generate(pages, name, way, method):
     model, given = make_rare(name), inputs(name, padded=method == "padded")
     expected = with_theirs(model, way, given, **METHODS[method])

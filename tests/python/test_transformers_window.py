@@ -116,21 +116,6 @@ def test_crop_of_a_full_window_needs_recording(pages):
     compare((ours, theirs))
 
 
-def test_beams_and_selections(pages):
-    layers = both(pages)
-    step(layers, 50, batch=3)
-    for layer in layers:
-        layer.reorder_cache(torch.tensor([2, 0, 0]))
-    compare(layers)
-    step(layers, 2, batch=3)
-    for layer in layers:
-        layer.batch_repeat_interleave(2)
-        layer.batch_select_indices(torch.tensor([0, 3, 5]))
-    compare(layers)
-    step(layers, 70, batch=3)
-    testing.check_invariants(pages)
-
-
 @pytest.mark.keeps_pages
 def test_pickle(pages):
     ours, theirs = both(pages)
