@@ -488,9 +488,9 @@ class VTensorLayer(DynamicLayer):
         self._restore(state)
 
     def _restore(self, state: dict[str, Any]) -> None:
+        self.record_past = state["record_past"]  # first: a window that records drops nothing
         if state["dense"] is not None:
             VTensorLayer.update(self, *state["dense"])
-        self.record_past = state["record_past"]
 
 
 def _heads_first(owner: VTensor, states: torch.Tensor) -> torch.Tensor:
