@@ -462,7 +462,7 @@ class VTensorLayer(DynamicLayer):
         """A layer in the same pool that shares all whole pages until either writes (I6)."""
         self.settle()
         copied = self._empty_copy()
-        copied.record_past = self.record_past
+        copied.record_past, copied.tag = self.record_past, self.tag
         memo[id(self)] = copied
         if self.owners is not None:
             keys = self.owners[0].fork()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
@@ -10,7 +11,7 @@ import vtensor
 
 pytest.importorskip("transformers")
 
-from vtensor.integrations.transformers import VTensorSlidingWindowLayer
+from vtensor.integrations.transformers import VTensorLayer, VTensorSlidingWindowLayer
 
 from tiny_models import states
 
@@ -34,3 +35,19 @@ def test_a_pickled_window_that_records_keeps_its_tokens_and_its_length(pool):
     layer.crop(-10)
     assert loaded.get_seq_length() == 10 and loaded.keys.equal(layer.keys)
     loaded.reset()
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_a_copy_of_a_layer_sleeps_by_the_same_tag(pool, tokens):
+    """Also in what it stores after a reset, or before the first update."""
+    layer = VTensorLayer(None, pool)
+    layer.tag = "mine"
+    if tokens:
+        layer.update(*states(1, tokens))
+    copied = copy.deepcopy(layer)
+    copied.reset()
+    copied.update(*states(1, 2))
+    layer.reset()
+    assert pool.sleep(contents="discard", tag="mine") > 0
+    pool.wake()
+    copied.reset()
