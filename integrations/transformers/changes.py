@@ -38,8 +38,20 @@ def repeated(repeats: int) -> Choice:
 
 def selected(indices: torch.Tensor | Sequence[int] | slice) -> Choice:
     """Keeps the sequences at some positions, those with True in a mask, or those of a slice."""
-    index = indices.cpu() if isinstance(indices, torch.Tensor) else indices
-    return lambda batch: torch.arange(batch, device="cpu")[index].tolist()
+    index: Any = indices.cpu() if isinstance(indices, torch.Tensor) else indices
+    if isinstance(index, tuple):  # which torch takes for an index of each dimension
+        index = list(index)
+
+    def kept(batch: int) -> list[int]:
+        rows = torch.arange(batch, device="cpu")[index]
+        if rows.ndim != 1:
+            raise InvalidArgument(
+                f"[VTensorCache.batch_select_indices] indices is {indices!r}: give positions, a bool for "
+                "each sequence, or a slice"
+            )
+        return rows.tolist()
+
+    return kept
 
 
 class BatchChange:

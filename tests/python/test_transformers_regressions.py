@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+import torch
 
 import vtensor
 
@@ -51,3 +52,24 @@ def test_a_copy_of_a_layer_sleeps_by_the_same_tag(pool, tokens):
     assert pool.sleep(contents="discard", tag="mine") > 0
     pool.wake()
     copied.reset()
+
+
+@pytest.mark.parametrize("indices", [(0,), (1, 0), (True, False)])
+def test_a_tuple_selects_sequences_as_a_list_does(pool, indices):
+    layer = VTensorLayer(None, pool)
+    keys, values = states(2, 3)
+    layer.update(keys, values)
+    layer.batch_select_indices(indices)
+    assert layer.keys.equal(keys[list(indices)]) and layer.values.equal(values[list(indices)])
+    layer.reset()
+
+
+@pytest.mark.parametrize("indices", [0, torch.tensor(0), torch.tensor([[0, 1]])])
+def test_an_index_without_a_dimension_selects_nothing(pool, indices):
+    """I8: the first sequence by its bare number was once taken for none of them."""
+    layer = VTensorLayer(None, pool)
+    layer.update(*states(2, 3))
+    with pytest.raises(vtensor.InvalidArgument, match="give positions"):
+        layer.batch_select_indices(indices)
+    assert layer.keys.shape[0] == 2
+    layer.reset()
