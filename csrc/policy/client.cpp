@@ -389,7 +389,7 @@ std::vector<Reservation::Run> Client::unclean(std::size_t most) const {
 }
 
 bool Client::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) {
-  if (busy()) return false;
+  if (busy() || asleep.load() != 0) return false;
   try {
     if (!is_quiet()) return false;  // the last owner's work may not be done
   } catch (const Error&) {

@@ -151,8 +151,8 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual void enter_back(const Reservation::Departure& departure) VT_LOCKED;
 
   // Zeroing of pages that the last owner left, once that owner's work has passed: whether there are
-  // such pages; claims up to `pages` of them.
-  bool to_clean() const VT_LOCKED { return !unclean(1).empty(); }
+  // such pages, in a client that is awake; claims up to `pages` of them.
+  bool to_clean() const VT_LOCKED { return asleep.load() == 0 && !unclean(1).empty(); }
   bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) VT_LOCKED;
   FencePtr clean(std::span<const Reservation::Run> runs);
   void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,

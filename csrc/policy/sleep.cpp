@@ -330,7 +330,7 @@ void WakeUp::collect() {
       const SleepPart part{range.address(row, index), entry.page()->sleep,
                            entry.page()->sleep_slot * size, size};
       add_part(parts_, part);
-      if (entry.page()->dirty) add_part(unclean_, part);
+      if (entry.page()->stale) add_part(unclean_, part);
     });
   }
 }

@@ -16,6 +16,7 @@ struct Page {
   bool resident = false;                // its memory is made: in use, or spare
   bool dirty = false;                   // may hold bytes other than 0
   bool asleep = false;                  // in page tables, and mapped nowhere
+  bool stale = false;                   // asleep: its memory has bytes; `dirty` is of its contents
   std::uint32_t in_sets = 0;            // of the references: from page sets
   std::uint64_t last_owner = kNoOwner;  // id of the client that had it last
   std::uint64_t sleep = 0;              // number of the last sleep that it was in

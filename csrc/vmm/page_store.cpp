@@ -257,7 +257,7 @@ std::size_t PageStore::sleep(PoolLock& lock, std::span<Page* const> pages) noexc
       } catch (...) {
         keeps = true;
       }
-      for (std::size_t k = i; k < i + n; ++k) pages[k]->resident = pages[k]->dirty = keeps;
+      for (std::size_t k = i; k < i + n; ++k) pages[k]->resident = pages[k]->stale = keeps;
     }
   }
   for (Page* page : pages) {
@@ -286,7 +286,7 @@ void PageStore::wake(std::span<Page* const> pages) {
     close_home(home);
     for (std::size_t i = 0; i < empty.size(); ++i) {
       empty[i]->handle = fresh[i]->handle;
-      empty[i]->dirty = fresh[i]->dirty;
+      empty[i]->stale = fresh[i]->dirty;
       fresh[i]->references = 0;
       placement_->emptied(fresh[i]);
     }
@@ -307,6 +307,7 @@ void PageStore::drop(Page* page) noexcept {
     --asleep_;
     if (!page->resident) {
       --without_memory_;
+      page->dirty = false;
       placement_->put_back(page);
       if (!driver_.traits().adjacent_handles) placement_->emptied(page);
       return;

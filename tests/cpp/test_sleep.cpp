@@ -541,6 +541,62 @@ TEST_CASE_TEMPLATE("what died asleep needs no memory, and nothing waits for it",
   other->abandon();
 }
 
+TEST_CASE_TEMPLATE("what a freed tensor left is nobody's after a sleep either (I7)", T, OnHost,
+                   OnSimulation) {
+  One<T> one(12, {.prefetch = 16 * kPage, .cache = 64 * kPage});
+  const std::shared_ptr<PagePool>& pool = one.pool;
+  const std::shared_ptr<Buffer>& next = one.buffer;
+  {
+    PoolLock lock(pool);
+    one.buffer->abandon();
+    pool->reap();
+    next->hold(lock, kCaller);  // so that the mapper zeroes nothing
+  }
+  std::thread owner([&] { CHECK(next->reuse_cached(kCaller)); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  {
+    PoolLock lock(pool);
+    next->end_hold();
+  }
+  owner.join();
+  {
+    PoolLock lock(pool);
+    next->hold(lock, kCaller);  // as the mapper does for a step of its
+    next->announce(12);         // its next step zeroes the pages
+  }
+  FallAsleep falling(pool);
+  const std::vector<std::uint64_t> numbers{falling.next_number()};
+  falling.add(next);
+  std::thread sleeper([&] { falling.begin(kCaller); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  {
+    PoolLock lock(pool);
+    next->end_hold();
+  }
+  sleeper.join();
+  std::vector<std::vector<std::byte>> saved;
+  for (const SleepPart& part : falling.parts()) {
+    const auto* const at = reinterpret_cast<const std::byte*>(part.at);
+    saved.emplace_back(at, at + part.bytes);
+  }
+  falling.finish();
+  const auto zeroings = [&pool] {
+    return pool->driver().meter().count(ThreadRole::mapper, Call::cuMemsetD8Async);
+  };
+  const std::uint64_t before = zeroings();
+  pool->wait_idle(kPatience);
+  CHECK(zeroings() == before);
+  {
+    WakeUp waking(pool, kCaller, numbers);
+    for (std::size_t i = 0; i < saved.size(); ++i)
+      std::memcpy(reinterpret_cast<void*>(waking.parts()[i].at), saved[i].data(), saved[i].size());
+    waking.finish(numbers);
+  }
+  next->grow(kCaller, {0, 12}, false);
+  for (std::size_t page = 0; page < 12; ++page)
+    CHECK(*reinterpret_cast<const char*>(next->address_of(0, page)) == 0);
+}
+
 TEST_CASE_TEMPLATE("what sleeps is not mapped ahead, and not leased", T, OnHost, OnSimulation) {
   One<T> one(4, {.prefetch = 16 * kPage});
   one.sleep();
