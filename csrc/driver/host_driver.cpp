@@ -83,6 +83,7 @@ class HostDriver final : public Driver {
       : hole_protection_(options.strict_holes ? PROT_NONE : PROT_READ),
         page_protection_(options.memory < 0 ? PROT_READ | PROT_WRITE : PROT_READ),
         limit_(limit) {
+    state_.memfd = options.memory;  // its own from here on, also if what follows is refused
     if (options.memory < 0) refuse_in_forked_child("host driver");
     const std::size_t granularity = granularity_of_kernel();
     page_size_ = checked_page_size(options.page_size, granularity);
@@ -96,7 +97,7 @@ class HostDriver final : public Driver {
                .kernel_copies_on_write = true,
                .remaps_in_one_step = true,
                .exports = options.shareable ? ExportKind::file : ExportKind::none};
-    options.memory < 0 ? open_memfd() : void(state_.memfd = options.memory);
+    if (options.memory < 0) open_memfd();
     copy_stream_ = kCopyStream;
   }
 

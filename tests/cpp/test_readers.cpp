@@ -3,10 +3,15 @@
 // writers, calls are refused now and then, and readers come and go. Under ThreadSanitizer and
 // AddressSanitizer.
 #include <doctest/doctest.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <filesystem>
+#include <iterator>
 #include <memory>
 #include <random>
 #include <span>
@@ -23,6 +28,7 @@
 #include "simcuda/client.h"
 #include "tensor/buffer.h"
 #include "vmm/range_reader.h"
+#include "vmm/shared_layout.h"
 
 namespace vtensor {
 namespace {
@@ -70,10 +76,13 @@ class Writer : public Owner {
     }
     buffer_->show_positions();
   }
+  Descriptor open_memory() const { return Descriptor(buffer_->pool()->open_for_readers("test")); }
+  Descriptor open_range() const {
+    return Descriptor(buffer_->range().shared()->open_for_reader("test"));
+  }
   std::unique_ptr<RangeReaders> read() const {
-    Descriptor memory(buffer_->pool()->open_for_readers("test"));
-    const Descriptor range(buffer_->range().shared()->open_for_reader("test"));
-    return std::make_unique<RangeReaders>(std::span(&range, 1), std::move(memory), 2, simulated());
+    const Descriptor range = open_range();
+    return std::make_unique<RangeReaders>(std::span(&range, 1), open_memory(), 2, simulated());
   }
   char number() const { return number_; }
   std::size_t row_bytes() const { return buffer_->range().row_bytes(); }
@@ -180,6 +189,42 @@ TEST_CASE("I3, I7: readers see whole and lasting contents while pages go between
       hammered::check_end(*pool);
     }
   }
+}
+
+// Descriptors that this process has.
+std::ptrdiff_t descriptors() {
+  return std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
+                       std::filesystem::directory_iterator());
+}
+
+// A memfd as the writer's is, but that it says `facts` of its range.
+Descriptor copy_with(const Descriptor& file, const shared::Facts& facts) {
+  std::vector<char> bytes(size_of(file));
+  REQUIRE(pread(file.get(), bytes.data(), bytes.size(), 0) >= 0);
+  std::memcpy(bytes.data() + shared::Sizes::kHeader, &facts, sizeof facts);
+  Descriptor copy(memfd_create("copy", MFD_ALLOW_SEALING));
+  REQUIRE(pwrite(copy.get(), bytes.data(), bytes.size(), 0) >= 0);
+  REQUIRE(fcntl(copy.get(), F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+  return copy;
+}
+
+shared::Facts facts_of(const Descriptor& file) {
+  shared::Facts facts{};
+  REQUIRE(pread(file.get(), static_cast<void*>(&facts), sizeof facts, shared::Sizes::kHeader) > 0);
+  return facts;
+}
+
+TEST_CASE("a range of pages that the host does not have is refused, and nothing stays open") {
+  const auto pool = open_pool(false, 80, 0);
+  const Writer writer(pool, 'a');
+  const Descriptor real = writer.open_range();
+  shared::Facts facts = facts_of(real);
+  facts.page_size = 3 * kBytes;
+  const Descriptor wrong = copy_with(real, facts);
+  const std::ptrdiff_t before = descriptors();
+  CHECK_THROWS_AS(RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated()),
+                  InvalidArgument);
+  CHECK(descriptors() == before);
 }
 
 }  // namespace
