@@ -54,7 +54,7 @@ shared::Facts RangeReader::checked(const Descriptor& file, std::size_t words) {
                      facts.exports == ExportKind::fabric;
   if (!known || facts.words != words || facts.page_size == 0 || facts.page_size % 4096 != 0 ||
       facts.pages == 0 || facts.pages > kMostBytes / facts.page_size || facts.backed.every == 0 ||
-      facts.backed.first > facts.backed.every ||
+      facts.backed.first > facts.backed.every || facts.pages % facts.backed.every != 0 ||
       size_of(file) != shared::Sizes{.words = facts.words, .pages = facts.pages}.file())
     refuse_received("its sizes do not fit");
   return facts;

@@ -227,5 +227,19 @@ TEST_CASE("a range of pages that the host does not have is refused, and nothing 
   CHECK(descriptors() == before);
 }
 
+TEST_CASE("a range whose holes would lie past its end is refused") {
+  const FreshDevice device(kBytes);
+  const auto pool = open_pool(true, 80, 0);
+  const Writer writer(pool, 'a');
+  const Descriptor real = writer.open_range();
+  shared::Facts facts = facts_of(real);
+  for (const std::size_t every : {facts.pages - 1, 2 * facts.pages}) {
+    facts.backed = {.first = every, .every = every};
+    const Descriptor wrong = copy_with(real, facts);
+    CHECK_THROWS_AS(RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated()),
+                    InvalidArgument);
+  }
+}
+
 }  // namespace
 }  // namespace vtensor
