@@ -144,6 +144,7 @@ std::shared_ptr<SharedRange> SharedRanges::add(const char* operation, Address ba
                           "] only memory of a shareable pool can be read by other processes: make "
                           "the pool with Pool(shareable=True), or send a copy, x.clone()");
   }
+  collect();  // no page that goes may call it for ranges that are gone
   std::shared_ptr<SharedRange> range(
       new SharedRange(*this, operation, base, {.words = words, .pages = pages}, backed));
   all_.reserve(all_.size() + 1);

@@ -241,5 +241,12 @@ TEST_CASE("a range whose holes would lie past its end is refused") {
   }
 }
 
+TEST_CASE("ranges that are gone leave no descriptor, also if they never had a page") {  // I14
+  const auto pool = open_pool(false, 80, 0);
+  const std::ptrdiff_t before = descriptors();
+  for (int i = 0; i < 50; ++i) Writer(pool, 'a');
+  CHECK(descriptors() <= before + 1);  // the last one goes with the next
+}
+
 }  // namespace
 }  // namespace vtensor
