@@ -115,7 +115,7 @@ std::optional<PageMessage> PageSocket::receive(bool& ended) {
   got.msg_controllen = control.size();
   const ssize_t size = recvmsg(descriptor(), &got, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (size < 0 && (errno == EAGAIN || errno == EINTR)) return std::nullopt;
-  if (size > 0) take_descriptors(got, message.pages);
+  if (size >= 0) take_descriptors(got, message.pages);  // an empty message may have some too
   Head head{};
   ended = true;
   if (size < static_cast<ssize_t>(sizeof head) || (got.msg_flags & MSG_TRUNC) != 0)

@@ -5,9 +5,11 @@
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <filesystem>
@@ -27,6 +29,7 @@
 #include "policy/page_pool.h"
 #include "simcuda/client.h"
 #include "tensor/buffer.h"
+#include "vmm/page_socket.h"
 #include "vmm/range_reader.h"
 #include "vmm/shared_layout.h"
 
@@ -246,6 +249,28 @@ TEST_CASE("ranges that are gone leave no descriptor, also if they never had a pa
   const std::ptrdiff_t before = descriptors();
   for (int i = 0; i < 50; ++i) Writer(pool, 'a');
   CHECK(descriptors() <= before + 1);  // the last one goes with the next
+}
+
+TEST_CASE("descriptors that come with an empty message are closed") {
+  CallMeter meter;
+  Descriptor other(-1);
+  PageSocket socket(meter, "test", other);
+  const std::ptrdiff_t before = descriptors();
+  msghdr sent{};
+  alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> control{};
+  sent.msg_control = control.data();
+  sent.msg_controllen = control.size();
+  cmsghdr* const rights = CMSG_FIRSTHDR(&sent);
+  rights->cmsg_level = SOL_SOCKET;
+  rights->cmsg_type = SCM_RIGHTS;
+  rights->cmsg_len = CMSG_LEN(sizeof(int));
+  const int descriptor = other.get();
+  std::memcpy(CMSG_DATA(rights), &descriptor, sizeof descriptor);
+  REQUIRE(sendmsg(other.get(), &sent, 0) == 0);
+  bool ended = false;
+  CHECK(!socket.receive(ended));
+  CHECK(ended);
+  CHECK(descriptors() == before);
 }
 
 }  // namespace
