@@ -10,6 +10,7 @@
 
 #include "base/fault_report.h"
 #include "base/process.h"
+#include "driver/host_map_limit.h"
 
 namespace vtensor {
 namespace {
@@ -37,9 +38,11 @@ void take_away(const HostReservation& range) {
 void prepare() {
   registry_mutex.lock();
   for (ForkedState* state : registry()) state->mutex.lock();
+  MapLimit::of_process().lock();  // last, as drivers do
 }
 
 void resume() {
+  MapLimit::of_process().unlock();
   for (ForkedState* state : registry()) state->mutex.unlock();
   registry_mutex.unlock();
 }

@@ -48,6 +48,10 @@ class MapLimit {
   // there is room.
   bool throw_off_ballast();
 
+  // For the handlers of fork(2): a child, which may make a driver of its own, finds it unlocked.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
   // For messages, after the kernel has refused `bytes` more: the limit in the way, what there is,
   // and what to do.
   std::string advice(std::size_t bytes = 0) const;

@@ -7,12 +7,14 @@
 #include <sys/syscall.h>
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <iterator>
 #include <thread>
 
 #include "base/process.h"
+#include "driver/host_map_limit.h"
 #include "host_fixture.h"
 #include "qemu.h"
 
@@ -152,6 +154,26 @@ TEST_CASE("a fork beside threads that map and unmap takes all of every driver") 
   }
   stop = true;
   for (std::thread& thread : threads) thread.join();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(HostFixture,
+                  "a fork beside a count of the mappings leaves the limit on them to the child") {
+  std::atomic<bool> stop{false};
+  std::thread counting([&] {
+    while (!stop) MapLimit::of_process().check_now(1);
+  });
+  int wrong = 0;
+  for (int i = 0; i < 30; ++i) {
+    wrong += in_child([] {
+               alarm(20);  // a lock that no thread has any more is never free
+               MapLimit::of_process().check_now(1);
+               return 0;
+             }) != 0;
+    if (wrong != 0) break;
+  }
+  stop = true;
+  counting.join();
   CHECK(wrong == 0);
 }
 
