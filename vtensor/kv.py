@@ -17,7 +17,7 @@ from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import whole_storage
 from vtensor._kv.layout import CacheLayout, layout_of, size_of
 from vtensor._kv.stats import USED, KVCacheStats, count
-from vtensor._kv.write import Runs, checked_salt, checked_states, runs_of, store, token_ids
+from vtensor._kv.write import Runs, check_batch, checked_salt, checked_states, runs_of, store, token_ids
 from vtensor.errors import Closed, InvalidArgument
 from vtensor.pool import Pool, default_pool
 
@@ -370,21 +370,25 @@ class KVCache(Closes, Drawn):
                 else "[KVCache.write] v was given: the cache has no V, leave it out"
             )
         heads_dim = 1 if self._layout.layers[layer][0].per_head else 2
-        k = checked_states("k", k, whole_k, heads_dim, layer)
-        runs = runs_of(slots, starts, counts, len(k))
+        flat_k = checked_states("k", k, whole_k, heads_dim, layer)
+        runs = runs_of(slots, starts, counts, len(flat_k))
+        check_batch("k", k, runs)
         if v is not None and whole_v is not None:
-            v = checked_states("v", v, whole_v, heads_dim, layer)
-            if len(v) != len(k):
-                raise InvalidArgument(f"[KVCache.write] k has {len(k)} tokens and v {len(v)}: give as many")
+            flat_v = checked_states("v", v, whole_v, heads_dim, layer)
+            if len(flat_v) != len(flat_k):
+                raise InvalidArgument(
+                    f"[KVCache.write] k has {len(flat_k)} tokens and v {len(flat_v)}: give as many"
+                )
+            check_batch("v", v, runs)
         for slot in runs.slots:
             self._slot("KVCache.write", slot)
         CacheCore.begin_write(
             self._core, self._layout.layers[layer][0].row_group, layer, list(zip(*runs, strict=True))
         )
         places = self._places(runs, whole_k.device) if len(runs.slots) != 1 else None
-        store(k, whole_k, heads_dim, runs, places)
+        store(flat_k, whole_k, heads_dim, runs, places)
         if v is not None and whole_v is not None:
-            store(v, whole_v, heads_dim, runs, places)
+            store(flat_v, whole_v, heads_dim, runs, places)
 
     def _places(self, runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Slot and position of each token. Kept for the last runs: a model writes the same in each layer."""

@@ -162,3 +162,19 @@ def test_a_mask_is_no_index(small):
     with pytest.raises(vtensor.InvalidArgument, match="nonzero"):
         t.reindex(torch.tensor([True, False]))
     t.close()
+
+
+@pytest.mark.parametrize("counts", [None, [1, 3, 2]])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_batch_with_tokens_first_is_no_batch_of_slots(small, side, counts):
+    """I2: [tokens, slots, ...] of 2 tokens of 3 slots has as many rows as [slots, tokens, ...]."""
+    with vtensor.KVCache(1, 1, 4, 3, 64, pool=small) as cache:
+        slots = [cache.alloc() for _ in range(3)]
+        assert cache.step([3, 3, 3])
+        given = dict.fromkeys("kv", torch.ones(3, 2, 1, 4)) if counts is None else {}
+        given |= {side: torch.ones(2, 3, 1, 4)}
+        for other in "kv":
+            given.setdefault(other, torch.ones(6, 1, 4))
+        with pytest.raises(vtensor.InvalidArgument, match=f"{side} is .2, 3, 1, 4., 3 tokens of 2 slots"):
+            cache.write(0, slots, [0, 0, 0], **given, counts=counts)
+        assert cache[0][0][slots].eq(0).all()

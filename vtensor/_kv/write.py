@@ -13,7 +13,7 @@ from vtensor._base.arguments import has_memory, items
 from vtensor._base.torch_modes import without_modes
 from vtensor.errors import InvalidArgument
 
-__all__ = ["Runs", "checked_salt", "checked_states", "runs_of", "store", "token_ids"]
+__all__ = ["Runs", "check_batch", "checked_salt", "checked_states", "runs_of", "store", "token_ids"]
 
 _MOST = 2**62  # more than any address space has bytes
 
@@ -60,6 +60,16 @@ def runs_of(slots: Any, starts: Any, counts: Any, tokens: int) -> Runs:
             f"{len(of_slots)} slots and {tokens} tokens: give how many of them each slot gets"
         )
     return Runs(of_slots, of_starts, of_counts)
+
+
+def check_batch(name: str, states: torch.Tensor, runs: Runs) -> None:
+    """Refuses states ``[n, tokens, heads, head_dim]`` unless they are ``tokens`` of each of the runs."""
+    if states.dim() == 4 and runs.counts != [states.shape[1]] * states.shape[0]:
+        raise InvalidArgument(
+            f"[KVCache.write] {name} is {list(states.shape)}, {states.shape[1]} tokens of {states.shape[0]} "
+            f"slots, for {len(runs.slots)} slots that get {runs.counts}: give [slots, tokens, heads, "
+            "head_dim], or [tokens, heads, head_dim]"
+        )
 
 
 def _numbers(name: str, given: Any) -> list[int]:
