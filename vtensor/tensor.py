@@ -186,6 +186,8 @@ class VTensor(torch.Tensor):
                     f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does"
                 )
             index = items("VTensor.reindex", "index", index, "integers, as mask.nonzero() does")
+        elif isinstance(index, (list, tuple)) and bool in map(type, index):  # True is an integer to Python
+            raise InvalidArgument("[VTensor.reindex] index is a mask: give integers, the places of its True")
         _core.reindex([self._core], [self], [index], [])
         return self
 

@@ -157,10 +157,11 @@ def test_a_reallocation_that_cannot_be_published_leaves_the_tensor(small, monkey
     t.close()
 
 
-def test_a_mask_is_no_index(small):
+@pytest.mark.parametrize("mask", [torch.tensor([True, False]), [True, False], (False, True)])
+def test_a_mask_is_no_index(small, mask):
     t = vtensor.empty(2, 3, grow_dim=1, capacity=8, pool=small)
-    with pytest.raises(vtensor.InvalidArgument, match="nonzero"):
-        t.reindex(torch.tensor([True, False]))
+    with pytest.raises(vtensor.InvalidArgument, match="give integers"):
+        t.reindex(mask)
     t.close()
 
 
