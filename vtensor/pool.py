@@ -681,7 +681,7 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 # run finalizers that make tensors.
 _sets_lock = threading.RLock()
 _default_pools: dict[torch.device, Pool] = {}
-_default_pools_lock = threading.Lock()
+_default_pools_lock = threading.RLock()  # reentrant: a finalizer may ask while a pool is being made
 
 
 def default_pool(device: torch.device | str | int = "cpu") -> Pool:
@@ -700,7 +700,8 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
     with _default_pools_lock:
         pool = _default_pools.get(device)
         if pool is None or pool.closed or pool.broken is not None:
-            pool = _default_pools[device] = Pool(device)
+            _default_pools.pop(device, None)
+            pool = _default_pools.setdefault(device, Pool(device))  # a finalizer's, if that was first
         return pool
 
 

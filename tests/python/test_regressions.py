@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vtensor
-from support import simcuda_library
+from support import run_snippet, simcuda_library
 from vtensor import testing
 
 PAGE = 1024  # float32 in 4 KiB
@@ -179,3 +179,29 @@ def test_a_batch_with_tokens_first_is_no_batch_of_slots(small, side, counts):
         with pytest.raises(vtensor.InvalidArgument, match=f"{side} is .2, 3, 1, 4., 3 tokens of 2 slots"):
             cache.write(0, slots, [0, 0, 0], **given, counts=counts)
         assert cache[0][0][slots].eq(0).all()
+
+
+def test_a_finalizer_may_ask_for_the_default_pool_while_it_is_made():
+    """I11, I12."""
+    run_snippet("""
+        import gc, vtensor.pool
+
+        made = []
+
+        class Cycle:
+            def __init__(self):
+                self.itself = self
+            def __del__(self):
+                made.append(vtensor.empty(1, grow_dim=0, capacity=4))
+
+        class Collected(vtensor.Pool):
+            def __init__(self, *args):
+                gc.collect()  # as the allocation of any object may
+                super().__init__(*args)
+
+        vtensor.pool.Pool = Collected
+        gc.disable()
+        Cycle()
+        made.append(vtensor.empty(1, grow_dim=0, capacity=4))
+        assert len(made) == 2 and made[0].pool is made[1].pool is vtensor.default_pool()
+    """).check()
