@@ -500,6 +500,7 @@ def empty_like(
         InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
     of_type("empty_like", "t", t, torch.Tensor)
+    options = {name: option for name, option in options.items() if option is not None}
     if isinstance(t, VTensor):
         options.setdefault("grow_dim", t.grow_dim)
         options.setdefault("when_full", t.when_full)

@@ -205,3 +205,11 @@ def test_a_finalizer_may_ask_for_the_default_pool_while_it_is_made():
         made.append(vtensor.empty(1, grow_dim=0, capacity=4))
         assert len(made) == 2 and made[0].pool is made[1].pool is vtensor.default_pool()
     """).check()
+
+
+def test_none_among_the_options_of_empty_like_stands_for_its_tensor(pool):
+    t = vtensor.empty(3, grow_dim=0, capacity=9, dtype=torch.float64, pool=pool)
+    like = vtensor.empty_like(t, dtype=None, device=None, grow_dim=None, when_full=None)
+    assert (like.dtype, like.pool, like.grow_dim, like.when_full) == (t.dtype, pool, 0, "raise")
+    plain = torch.ones(3, dtype=torch.float64)
+    assert vtensor.empty_like(plain, 9, pool, grow_dim=0, dtype=None).dtype == plain.dtype
