@@ -96,7 +96,7 @@ class KVCache(Closes, Drawn):
             pool = default_pool(default_device() if device is None else device)
         elif of_type("KVCache", "pool", pool, Pool) and device is not None:
             on = device_of("KVCache", device)
-            if on.type != pool.device.type or on.index not in (None, pool.device.index):
+            if on.type != pool.device.type or on.index not in (None, pool.device.index or 0):
                 raise InvalidArgument(
                     f"[KVCache] device is {on} and the pool is on {pool.device}: leave one of them out"
                 )

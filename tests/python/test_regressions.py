@@ -213,3 +213,10 @@ def test_none_among_the_options_of_empty_like_stands_for_its_tensor(pool):
     assert (like.dtype, like.pool, like.grow_dim, like.when_full) == (t.dtype, pool, 0, "raise")
     plain = torch.ones(3, dtype=torch.float64)
     assert vtensor.empty_like(plain, 9, pool, grow_dim=0, dtype=None).dtype == plain.dtype
+
+
+def test_a_cache_on_device_0_of_the_cpu_takes_a_pool_of_the_cpu(small):
+    with vtensor.KVCache(1, 1, 4, 3, 64, device="cpu:0", pool=small) as cache:
+        assert cache.pool is small
+    with pytest.raises(vtensor.InvalidArgument, match="leave one of them out"):
+        vtensor.KVCache(1, 1, 4, 3, 64, device="cuda:0", pool=small)
