@@ -224,6 +224,10 @@ class _ParentsReader(Reader):
 
     __torch_function__ = classmethod(refuse_in_forked_child)  # type: ignore[assignment]
 
+    def alias(self) -> torch.Tensor:
+        _core.refuse_in_forked_child("Reader.alias")
+        return super().alias()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return "<Reader of the parent process>"
 
@@ -241,6 +245,12 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class _ClosedReader(Reader):
+    def _refuse(self, *arguments: object) -> NoReturn:
+        raise Closed("[Reader] the reader is closed: receive the tensor again")
+
+    alias = pages = _refuse
+    capacity = address = property(_refuse)
+
     @classmethod
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from multiprocessing import Pipe
+
 import pytest
 import torch
 
@@ -220,3 +223,57 @@ def test_a_cache_on_device_0_of_the_cpu_takes_a_pool_of_the_cpu(small):
         assert cache.pool is small
     with pytest.raises(vtensor.InvalidArgument, match="leave one of them out"):
         vtensor.KVCache(1, 1, 4, 3, 64, device="cuda:0", pool=small)
+
+
+def received(what):
+    """What arrives of an object of a shareable pool, here in the same process."""
+    ours, theirs = Pipe()
+    with ours, theirs:
+        ours.send(what)
+        return theirs.recv()
+
+
+def test_a_closed_reader_says_so():
+    pool = vtensor.Pool("cpu", page_size=4096, shareable=True)
+    t = vtensor.zeros(3, 4, grow_dim=0, capacity=16, pool=pool)
+    reader = received(t)
+    assert torch.equal(reader.alias(), t)
+    reader.close()
+    for read in (
+        lambda: reader.alias(),
+        lambda: reader.numpy(),
+        lambda: reader.data,
+        lambda: copy.copy(reader),
+        lambda: reader.pages(),
+        lambda: reader.capacity,
+        lambda: reader.address,
+    ):
+        with pytest.raises(vtensor.Closed, match="receive the tensor again"):
+            read()
+    t.close(), pool.close()
+
+
+def test_a_forked_child_gets_no_plain_tensor_of_its_parents_reader():
+    """I13: reading it would end the child."""
+    run_snippet("""
+        import os
+        from multiprocessing import Pipe
+
+        pool = vtensor.Pool("cpu", shareable=True)
+        t = vtensor.zeros(3, 4, grow_dim=0, capacity=16, pool=pool)
+        ours, theirs = Pipe()
+        ours.send(t)
+        reader = theirs.recv()
+        child = os.fork()
+        if child == 0:
+            for read in (lambda: reader.alias(), lambda: reader.numpy(), lambda: reader.data):
+                try:
+                    read()
+                except vtensor.VTensorError as error:
+                    assert "forked" in str(error)
+                else:
+                    os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert reader.alias().eq(0).all()
+    """).check()
