@@ -386,10 +386,9 @@ class ObjectReader(Closes):
         self._tensors.clear()
         ReaderCore.close(self._core)
 
-    def _at(self, key: object) -> torch.Tensor:
+    def _require_open(self) -> None:
         if self.closed:
             raise Closed(f"[{type(self).__name__}] the reader is closed: receive the object again")
-        return self._tensors[key]
 
 
 class ArenaReader(ObjectReader):
@@ -398,15 +397,18 @@ class ArenaReader(ObjectReader):
     @property
     def tensor(self) -> torch.Tensor:
         """The range as a ``uint8`` tensor ``[nbytes]``. On the host, unmapped blocks read as zeros."""
-        return self._at("tensor")
+        self._require_open()
+        return self._tensors["tensor"]
 
 
 class ModuleReader(ObjectReader):
     """Reads the tensors of a module that :func:`~vtensor.adopt` moved into a pool."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, as ``load_state_dict(..., assign=True)`` takes them."""
-        return {name: self._at(name) for name in self._tensors}
+        """Parameters and buffers by name, as ``load_state_dict(..., assign=True)`` takes them: those of the
+        module's own ``state_dict()``, so none that is not persistent."""
+        self._require_open()
+        return dict(self._tensors)
 
 
 class CacheReader(ObjectReader):
@@ -420,8 +422,15 @@ class CacheReader(ObjectReader):
 
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K and V of a layer, as ``cache[layer]`` is in the writer: ``[slots, heads, max_len, dim]``."""
-        k = self._at((layer, "k"))
-        return k, self._tensors.get((layer, "v"))
+        self._require_open()
+        layers = range(sum(side == "k" for _, side in self._tensors))
+        try:
+            layer = layers[layer]
+        except IndexError:  # it ends a loop over the layers
+            raise IndexError(
+                f"[CacheReader] layer {layer}: the cache has layers 0 to {len(layers) - 1}"
+            ) from None
+        return self._tensors[layer, "k"], self._tensors.get((layer, "v"))
 
 
 class SharedModule(StaysHere):
@@ -483,7 +492,11 @@ def heap_of(module: torch.nn.Module) -> Heap:
 def _reduce_module(shared: SharedModule) -> Any:
     module = shared._module
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    tensors = {name: tensor for name, tensor in named if tensor.numel()}
+    parts = module.named_modules(remove_duplicate=False)
+    unsaved = {
+        f"{path}.{name}".lstrip(".") for path, part in parts for name in part._non_persistent_buffers_set
+    }
+    tensors = {name: tensor for name, tensor in named if tensor.numel() and name not in unsaved}
     addresses = [tensor.data_ptr() for tensor in tensors.values()]
     arenas, files = heap_of(module).core.open_for_readers(addresses)
     sent = _send(files)

@@ -277,3 +277,38 @@ def test_a_forked_child_gets_no_plain_tensor_of_its_parents_reader():
         assert os.waitpid(child, 0)[1] == 0
         assert reader.alias().eq(0).all()
     """).check()
+
+
+class Rotary(torch.nn.Linear):
+    """A module with a buffer that state dicts leave out, as rotary embeddings have one."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(4, 4, **options)
+        self.register_buffer("frequencies", torch.ones(4), persistent=False)
+
+
+def test_a_reader_of_a_module_has_the_state_dict_of_that_module():
+    pool = vtensor.Pool("cpu", page_size=4096, shareable=True)
+    module = torch.nn.Sequential(Rotary(), Rotary())
+    vtensor.adopt(module, pool)
+    reader = received(vtensor.share(module))
+    assert reader.state_dict().keys() == module.state_dict().keys()
+    other = torch.nn.Sequential(Rotary(device="meta"), Rotary(device="meta"))
+    other.load_state_dict(reader.state_dict(), assign=True)
+    assert torch.equal(other(torch.ones(4)), module(torch.ones(4)))
+    del other
+    reader.close()
+    with pytest.raises(vtensor.Closed):
+        reader.state_dict()
+    del module
+    pool.close()
+
+
+def test_a_reader_of_a_cache_is_indexed_as_the_cache_is():
+    pool = vtensor.Pool("cpu", page_size=4096, shareable=True)
+    with vtensor.KVCache(3, 1, 4, 2, 16, pool=pool) as cache, received(cache) as reader:
+        assert len(list(reader)) == len(list(cache)) == 3
+        assert reader[-1][0] is reader[2][0]
+        with pytest.raises(IndexError, match="layers 0 to 2"):
+            reader[3]
+    pool.close()
