@@ -61,13 +61,6 @@ def test_views_of_vtensors_keep_nothing_alive(grown, lengths, shown):
     assert [ref() for ref in kept] == [None, None]
 
 
-def test_positions_lie_where_the_kernel_has_them(grown):
-    for heads_first, sizes in ((False, (ROWS, 5, HEADS, SIZE)), (True, (ROWS, HEADS, 5, SIZE))):
-        keys, values, _ = views("attend", *grown, heads_first, 5)
-        assert keys.data_ptr() == grown[0].address and keys.stride(-1) == 1
-        assert keys.shape == values.shape == sizes
-
-
 def test_other_objects_pass_as_they_are():
     """The kernel checks them."""
     k = zeros(2, 5, 8, 12).transpose(1, 3)
@@ -85,16 +78,6 @@ def test_other_objects_pass_as_they_are():
         taken = views("attend", other, k, False, 99, 1, int32(77))
         assert taken[0] is other and taken[1] is k and taken[2] is None
     assert torch.vmap(lambda x: views("attend", x, x)[0])(zeros(2, 3)).shape == (2, 3)
-
-
-def test_either_may_be_of_a_cache(cache):
-    """The shim then records the stream in it."""
-    k, v = cache[0]
-    other = torch.zeros_like(k)
-    for pair in ((k, v), (other, v), (k, other)):
-        assert views("attend", *pair, False, 0)[2] is cache
-    assert views("attend", other, other, False, 5)[2] is None
-    refused(other, v, False, 5, says=["5 tokens of slot 1", "0 ready"])
 
 
 def test_slots_by_their_rows(cache):

@@ -12,7 +12,7 @@ from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
 from attention_support import int32
-from support import SHAPE_OF_A_MESSAGE, eventually, on_a_device
+from support import SHAPE_OF_A_MESSAGE, on_a_device
 from test_flash_attention import noise, seen  # noqa: F401
 from vtensor import testing
 
@@ -231,19 +231,3 @@ def test_the_cache_is_told_of_the_stream(make, monkeypatch):
             told.clear()
             call(k.clone(), v.clone())
             assert not told
-
-
-@pytest.mark.exact
-def test_work_in_a_recorded_stream_is_waited_for(sim, stream_pool):
-    pool = stream_pool(cache=0)
-    cache = vtensor.KVCache(1, 1, SIZE, 2, 4096, torch.float32, tile=1, pool=pool)
-    stream = sim.stream(held=True)
-    slot = cache.alloc()
-    assert cache.step([256, 0])
-    cache.record_stream(stream)
-    sim._done("simcuda_launch", stream, cache[0][0].data_ptr(), 256 * SIZE * 4, 5)
-    cache.truncate(slot, 0)
-    assert pool.stats().pages_pinned == 8
-    sim.release(stream)
-    eventually(lambda: pool.stats().pages_pinned == 0)
-    cache.close()

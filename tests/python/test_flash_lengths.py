@@ -35,17 +35,6 @@ HOLDS = 100
 
 
 @pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
-def test_an_append_to_the_very_end_of_a_plain_cache(seen, backend):  # noqa: F811
-    k, v = (noise(2, HOLDS, HEADS, SIZE, seed=i) for i in range(2))
-    q, new = noise(2, 1, HEADS, SIZE), noise(2, 1, HEADS, SIZE, seed=5)
-    for lengths in (HOLDS - 1, int32(HOLDS - 1, 3)):
-        out = shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, backend=backend)
-        assert torch.equal(k[0, HOLDS - 1], new[0, 0])
-        assert (out[0].double() - exact(q[0], k[0], v[0], HOLDS).double()).abs().max() < 0.02
-    assert torch.equal(k[1, 3], new[1, 0])
-
-
-@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
 def test_rows_of_vtensors(host, seen, backend):  # noqa: F811
     """Those of a query, the first where there are more; and those that are named."""
     k, v = caches(host, length=5)

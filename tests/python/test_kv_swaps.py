@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import time
-import weakref
-
 import pytest
-import torch
 
 import vtensor
 from kv_support import MAX_BATCH, PAGE, RANGES, SHAPES, UNIT, filled, grown, lacks_host_memory, make_cache
-from support import calls, calls_since, eventually, run_snippet
+from support import calls, calls_since, run_snippet
 from vtensor.testing.kv_model import check_contents
-
-
-def test_a_cache_is_dropped_while_its_copies_are_on_their_way(sim, stream_pool, monkeypatch):
-    """Nothing waits for them, and the host memory that they use stays until they are over (I11)."""
-    given = []
-    real = torch.empty
-
-    def empty(*args, **options):
-        tensor = real(*args, **options)
-        given.append(weakref.ref(tensor))
-        return tensor
-
-    pool = stream_pool(4 * RANGES)
-    cache = make_cache(pool)
-    slot = cache.alloc()
-    assert grown(cache, slot, 2 * UNIT)
-    monkeypatch.setattr("torch.empty", empty)
-    sim.hold()
-    cache.swap_out(slot)
-    monkeypatch.undo()
-    begun = time.monotonic()
-    del cache
-    gc.collect()
-    assert time.monotonic() - begun < 5
-    assert given and all(tensor() is not None for tensor in given)
-    sim.release()
-    pool.wait_idle(5)
-    eventually(lambda: all(tensor() is None for tensor in given))
-    assert pool.stats().pages_used == 0
 
 
 def test_a_step_waits_for_pages_that_are_being_swapped_out(pool_factory, kind):

@@ -8,6 +8,7 @@ import itertools
 import math
 import pickle
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,7 +51,14 @@ floats.append(x.requires_grad_()) -> no_grad
 vtensor.lease(t, <NO_TENSOR | cache>)
 vtensor.lease([t], [t]).__enter__()
 vtensor.lease(torch.ones(2)) -> got a Tensor
-vtensor.lease(t, stream='x') -> stream
+vtensor.lease(t, stream=NO_STREAM) -> [lease] stream is
+t.shrink(1, stream=NO_STREAM) -> [VTensor.shrink] stream is
+t.truncate(1, stream=NO_STREAM) -> [VTensor.truncate] stream is
+t.fork(stream=NO_STREAM) -> [VTensor.fork] stream is
+t.close(stream=NO_STREAM) -> [VTensor.close] stream is
+t.record_stream(NO_STREAM) -> [VTensor.record_stream] stream is
+t.shrink(1, stream=2) -> per-thread
+t.record_stream(None) -> None
 --- making tensors
 vtensor.empty_like(<NO_TENSOR | cache>, grow_dim=0, capacity=3)
 vtensor.from_tensor(<NO_TENSOR | cache>, 0, 9, pool=pool)
@@ -228,6 +236,7 @@ NO_REMEDY = "in the arena|there is no block|one block, of at least one part|posi
 VALUES = {
     "NO_INTEGER": "1.5 | '3' | None | [1] | {} | object() | torch.ones(2) | np.float32(1) | 2j | math.nan",
     "NO_BYTES": "'1GB' | '-1' | '1e9' | '' | 'GiB' | '1 000' | 1.5 | math.inf | b'1GiB' | torch.ones(2)",
+    "NO_STREAM": "-1 | 2**64 | '7' | 1.5 | True | object() | Named(cuda_stream='s') | Wrong()",
     "NO_TENSOR": "5 | None | 'x' | [1.0] | object()",
     "SIZE": "1.5 | '3' | [1] | 0 | -1 | 2**64",
 }
@@ -246,6 +255,13 @@ LINES = [line for line in TABLE.strip().splitlines() if not line.startswith("---
 
 
 SIZES = "num_layers num_kv_heads head_dim max_batch max_len value_head_dim bands tile lookahead".split()
+
+
+class NoStream:
+    """What CUDA's Python names a stream by, with a value that none has."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, -1
 
 
 class Four:
@@ -297,8 +313,9 @@ class Scene:
         own = {name: getattr(self, name) for name in ("make", "pool_of", "cache_of", "request")}
         fresh = {"x": torch.ones(2, 1, 5, 7), "kv": torch.ones(1, 2, 32), "two": [torch.ones(2, 2, 32)] * 2}
         modules = {"math": math, "np": np, "testing": testing, "torch": torch, "vtensor": vtensor}
+        streams = {"Named": SimpleNamespace, "Wrong": NoStream}
         serving = {"LengthHistogram": LengthHistogram, "Promises": Promises}
-        return modules | serving | {"UNIT": UNIT, "lengths": lengths} | vars(self) | own | fresh
+        return modules | serving | streams | {"UNIT": UNIT, "lengths": lengths} | vars(self) | own | fresh
 
     def state(self):
         stats = dataclasses.asdict(self.pool.stats())

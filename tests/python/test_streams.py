@@ -9,7 +9,7 @@ import torch
 
 import vtensor
 from cuda_support import device
-from support import eventually, filled, in_words, run_snippet, simcuda_library, within
+from support import eventually, filled, run_snippet, simcuda_library, within
 from vtensor._base.streams import stream_handle
 
 needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
@@ -49,38 +49,6 @@ def test_a_stream_is_known_by_its_value(name, value):
 
 def test_no_stream_is_torchs_current_one():
     assert stream_handle("x", None) is None
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [-1, 2**64, "7", 1.5, True, object(), torch.ones(2), WithProtocol(-1), SimpleNamespace(cuda_stream="s")],
-    ids=in_words,
-)
-def test_what_is_no_stream(host, wrong):
-    t = filled(host, 8, 3)
-    calls = {
-        "VTensor.shrink": lambda: t.shrink(1, stream=wrong),
-        "VTensor.truncate": lambda: t.truncate(1, stream=wrong),
-        "VTensor.fork": lambda: t.fork(stream=wrong),
-        "VTensor.close": lambda: t.close(stream=wrong),
-        "VTensor.record_stream": lambda: t.record_stream(wrong),
-        "lease": lambda: vtensor.lease(t, stream=wrong),
-    }
-    for name, call in calls.items():
-        with pytest.raises(vtensor.InvalidArgument, match=rf"\[{name}\] stream is"):
-            call()
-    assert t.length == 8 and t.eq(3).all()
-    t.close()
-
-
-def test_the_per_thread_stream_is_refused(host):
-    """It names another stream in the mapper's thread, which would find it idle."""
-    t = filled(host, 8)
-    with pytest.raises(vtensor.InvalidArgument, match="per-thread"):
-        t.shrink(1, stream=2)
-    with pytest.raises(vtensor.InvalidArgument, match="None"):
-        t.record_stream(None)
-    t.close()
 
 
 def test_streams_mean_nothing_on_the_host(host):
