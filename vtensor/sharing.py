@@ -491,12 +491,8 @@ def heap_of(module: torch.nn.Module) -> Heap:
 
 def _reduce_module(shared: SharedModule) -> Any:
     module = shared._module
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    parts = module.named_modules(remove_duplicate=False)
-    unsaved = {
-        f"{path}.{name}".lstrip(".") for path, part in parts for name in part._non_persistent_buffers_set
-    }
-    tensors = {name: tensor for name, tensor in named if tensor.numel() and name not in unsaved}
+    saved = module.state_dict(keep_vars=True).items()
+    tensors = {name: value for name, value in saved if isinstance(value, torch.Tensor) and value.numel()}
     addresses = [tensor.data_ptr() for tensor in tensors.values()]
     arenas, files = heap_of(module).core.open_for_readers(addresses)
     sent = _send(files)
