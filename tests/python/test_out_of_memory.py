@@ -337,3 +337,57 @@ def test_a_tensor_that_python_has_no_memory_for_leaves_no_trace(pool_factory):
         del core
         testing.check_invariants(pool)
     assert refused != 0
+
+
+class Refusing(torch.Tensor):
+    """Torch's copy of it is interrupted."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            raise KeyboardInterrupt
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+OPERATIONS = {
+    "extend": lambda t, _: TensorCore.extend(t._core, t, 8192),
+    "shrink": lambda t, _: TensorCore.shrink(t._core, t, 1, True),
+    "truncate": lambda t, _: TensorCore.truncate(t._core, t, 1),
+    "append": lambda t, source: TensorCore.append(t._core, t, source),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_that_python_has_no_memory_for_changes_nothing(name, pool_factory):
+    allocator = pytest.importorskip("_testcapi")
+    pool = pool_factory("host")
+    sizes = [3, *[1] * 24]  # more than Python keeps tuples of
+    source = torch.zeros(8192, *sizes[1:], dtype=torch.uint8)
+    refused = 0
+    for allocation in range(60):
+        t = vtensor.zeros(sizes, grow_dim=0, capacity=1 << 16, pool=pool, dtype=torch.uint8).fill_(7)
+        allocator.set_nomemory(allocation, allocation + 1)
+        try:
+            OPERATIONS[name](t, source)
+        except (MemoryError, RuntimeError):  # Python's, and torch's for the same
+            allocator.remove_mem_hooks()
+            refused += 1
+            assert t.length == t.shape[0] == 3 and t.eq(7).all()
+        finally:
+            allocator.remove_mem_hooks()
+        testing.check_invariants(pool)
+        t.close()
+        pool.trim()
+        assert pool.stats().pages_used == 0
+    assert refused != 0
+
+
+def test_an_append_whose_copy_is_interrupted_adds_nothing(pool_factory):
+    pool = pool_factory("host")
+    t = filled(pool, 5)
+    t.copy_(ramp(t))
+    with pytest.raises(KeyboardInterrupt):
+        t.append(torch.zeros(40, *t.shape[1:], dtype=t.dtype).as_subclass(Refusing))
+    testing.check_invariants(pool)
+    assert t.length == 5 and same_bytes(t, ramp(t))
+    t.close()
