@@ -147,6 +147,7 @@ class CacheMask:
         self.queries = queries
         self.capacity = capacity
         self.lengths = torch.full((batch,), queries, dtype=torch.int32, device=device)
+        self._starts = torch.zeros_like(self.lengths)
         self._mod = mask_mod
         self._numbers = torch.arange(-(-capacity // _TILE), dtype=torch.int32, device=device)
         per_row = (batch, 1, -(-queries // _TILE))
@@ -191,9 +192,10 @@ class CacheMask:
         self._checked_lengths = new.clone() if new.is_cpu else self.lengths  # on the host if it knows them
         self.longest: int | None = None if known is None else max(known)
         self.lengths.copy_(new)
+        self._starts.copy_(begin)
         # Clamped, because numbers that only the device knows are not checked.
         tiles = len(self._numbers)
-        first = begin.to(self.lengths.device).clamp(min=0) // _TILE
+        first = self._starts.clamp(min=0) // _TILE
         stop = ((self.lengths + _TILE - 1) // _TILE).clamp(max=tiles)
         self._counts.copy_((stop - first).clamp(min=0)[:, None, None])
         self._indices.copy_((first[:, None] + self._numbers).clamp(max=tiles - 1)[:, None, None])
@@ -235,12 +237,12 @@ class CacheMask:
         return at_positions
 
     def _block_mask(self, length: int) -> BlockMask:
-        lengths, queries, mod = self.lengths, self.queries, self._mod
+        lengths, starts, queries, mod = self.lengths, self._starts, self.queries, self._mod
 
         def at_positions(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             position = q + lengths[b] - queries
             seen = kv <= position if mod is None else mod(b, h, position, kv)
-            return seen & (kv < lengths[b])
+            return seen & (kv < lengths[b]) & (kv >= starts[b])
 
         return BlockMask.from_kv_blocks(
             self._counts,

@@ -7,6 +7,7 @@ from multiprocessing import Pipe
 
 import pytest
 import torch
+from vtensor.integrations.flex_attention import CacheMask
 
 import vtensor
 from support import run_snippet, simcuda_library
@@ -312,3 +313,15 @@ def test_a_reader_of_a_cache_is_indexed_as_the_cache_is():
         with pytest.raises(IndexError, match="layers 0 to 2"):
             reader[3]
     pool.close()
+
+
+def test_a_row_of_a_mask_sees_nothing_before_its_start():
+    """Also within the tile of 128 positions in which it starts."""
+    starts, lengths = [130, 5], [300, 200]
+    mask = CacheMask(None, 2, 1, 512).update(lengths, starts=starts)
+    row, position, query = torch.arange(2)[:, None], torch.arange(512), torch.tensor(0)
+    seen = mask.block_mask.mask_mod(row, query, query, position)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        assert seen[row].nonzero().flatten().tolist() == list(range(start, length))
+    mask.update(lengths)
+    assert mask.block_mask.mask_mod(torch.tensor(0), query, query, torch.tensor(0))
