@@ -203,10 +203,11 @@ class CacheMask:
 
     def _per_row(self, name: str, given: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
         """``given`` as int32 ``[batch]``, on its own device."""
-        if isinstance(given, torch.Tensor):
-            t = given.to(torch.int32)
-        else:
-            t = torch.tensor(given, dtype=torch.int32, device="cpu")
+        if not isinstance(given, torch.Tensor):
+            given = torch.tensor(given, device="cpu")
+        t = given.to(torch.int32)
+        if given.is_floating_point() or (given.is_cpu and not torch.equal(t, given)):
+            raise InvalidArgument(f"[CacheMask.update] {name} are {given.tolist()}: give integers of 32 bits")
         if t.ndim and t.shape != self.lengths.shape:
             raise InvalidArgument(
                 f"[CacheMask.update] {list(t.shape)} {name} for {len(self.lengths)} rows: give one for each"

@@ -325,3 +325,12 @@ def test_a_row_of_a_mask_sees_nothing_before_its_start():
         assert seen[row].nonzero().flatten().tolist() == list(range(start, length))
     mask.update(lengths)
     assert mask.block_mask.mask_mod(torch.tensor(0), query, query, torch.tensor(0))
+
+
+@pytest.mark.parametrize("numbers", [5.7, [5.0, 6.2], torch.tensor([5.7, 6.2]), torch.tensor([2**32 + 5, 7])])
+def test_numbers_of_a_mask_are_not_rounded_nor_cut_to_32_bits(numbers):
+    mask = CacheMask(None, 2, 1, 512)
+    for name in ("lengths", "starts"):
+        with pytest.raises(vtensor.InvalidArgument, match=f"{name} are .*: give integers"):
+            mask.update(**{"lengths": 9, name: numbers})
+    assert mask.known == [1, 1]
