@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vtensor import _core
+from vtensor.errors import InvalidArgument
 from vtensor.tensor import VTensor
 
 __all__ = ["reindex", "reserve"]
@@ -30,7 +31,12 @@ def reindex(
     Raises:
         InvalidArgument, OutOfPages, DriverError: as for ``VTensor.reindex``. Nothing was changed.
     """
-    _core.reindex([tensor._core for tensor in tensors], list(tensors), list(indices), list(states))
+    tensors, indices = list(tensors), list(indices)
+    if len(tensors) != len(indices):
+        raise InvalidArgument(
+            f"[together.reindex] {len(tensors)} tensors and {len(indices)} indices: give one for each"
+        )
+    _core.reindex([tensor._core for tensor in tensors], tensors, indices, list(states))
 
 
 def reserve(tensor: VTensor, capacity: int) -> None:

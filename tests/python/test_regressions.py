@@ -11,7 +11,7 @@ from vtensor.integrations.flex_attention import CacheMask
 
 import vtensor
 from support import run_snippet, simcuda_library
-from vtensor import testing
+from vtensor import testing, together
 
 PAGE = 1024  # float32 in 4 KiB
 
@@ -334,3 +334,12 @@ def test_numbers_of_a_mask_are_not_rounded_nor_cut_to_32_bits(numbers):
         with pytest.raises(vtensor.InvalidArgument, match=f"{name} are .*: give integers"):
             mask.update(**{"lengths": 9, name: numbers})
     assert mask.known == [1, 1]
+
+
+@pytest.mark.parametrize("indices", [[[1, 0]], [[1, 0]] * 3])
+def test_together_takes_an_index_for_each_tensor(small, indices):
+    pair = [vtensor.zeros(2, 3, grow_dim=1, capacity=8, pool=small) for _ in range(2)]
+    with pytest.raises(vtensor.InvalidArgument, match="2 tensors and"):
+        together.reindex(pair, indices)
+    for t in pair:
+        t.close()
