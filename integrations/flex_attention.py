@@ -146,16 +146,20 @@ class CacheMask:
             )
         self.queries = queries
         self.capacity = capacity
-        self.lengths = torch.full((batch,), queries, dtype=torch.int32, device=device)
-        self._starts = torch.zeros_like(self.lengths)
         self._mod = mask_mod
-        self._numbers = torch.arange(-(-capacity // _TILE), dtype=torch.int32, device=device)
-        per_row = (batch, 1, -(-queries // _TILE))
-        self._counts = torch.zeros(per_row, dtype=torch.int32, device=device)
-        self._indices = self._numbers.expand(*per_row, -1).contiguous()
-        # All tiles are listed as partial, none as full. The CPU's code needs the empty list all the same.
-        self._no_counts, self._no_indices = torch.zeros_like(self._counts), torch.zeros_like(self._indices)
-        self.block_mask = self._block_mask(capacity)
+        with torch.inference_mode(False):  # updates outside that mode could not change its tensors
+            self.lengths = torch.full((batch,), queries, dtype=torch.int32, device=device)
+            self._starts = torch.zeros_like(self.lengths)
+            self._numbers = torch.arange(-(-capacity // _TILE), dtype=torch.int32, device=device)
+            per_row = (batch, 1, -(-queries // _TILE))
+            self._counts = torch.zeros(per_row, dtype=torch.int32, device=device)
+            self._indices = self._numbers.expand(*per_row, -1).contiguous()
+            # All tiles are listed as partial, none as full. The CPU's code needs the empty list all the same.
+            self._no_counts, self._no_indices = (
+                torch.zeros_like(self._counts),
+                torch.zeros_like(self._indices),
+            )
+            self.block_mask = self._block_mask(capacity)
         self.update(queries)
 
     def update(

@@ -45,7 +45,8 @@ class FullExtent:
         self._covered = self._length = -1
         self._address = owner.address
         self.cover(min(1, owner.capacity))  # because a live storage keeps the range reserved
-        self.tensor = _over(owner, self._held)
+        with torch.inference_mode(False):  # code outside that mode could not write to it
+            self.tensor = _over(owner, self._held)
 
     def cover(self, length: int, tail: int = 0) -> FullExtent:
         """Maps whole tiles of 128 positions up to ``length + tail``, or the capacity. Returns the FullExtent.

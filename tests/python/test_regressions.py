@@ -8,6 +8,7 @@ from multiprocessing import Pipe
 import pytest
 import torch
 from vtensor.integrations.flex_attention import CacheMask
+from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
 from support import run_snippet, simcuda_library
@@ -334,6 +335,20 @@ def test_numbers_of_a_mask_are_not_rounded_nor_cut_to_32_bits(numbers):
         with pytest.raises(vtensor.InvalidArgument, match=f"{name} are .*: give integers"):
             mask.update(**{"lengths": 9, name: numbers})
     assert mask.known == [1, 1]
+
+
+def test_what_is_made_in_inference_mode_is_used_outside(small):
+    t = vtensor.zeros(2, 4, grow_dim=0, capacity=300, pool=small)
+    with torch.inference_mode():
+        mask, full = CacheMask(None, 2, 1, 300), FullExtent(t)
+    assert mask.update([5, 7]).known == [5, 7]
+    assert torch.equal(mask.block_mask.kv_num_blocks.flatten(), torch.tensor([1, 1]))
+    full.tensor[:2].fill_(3)
+    assert t.eq(3).all()
+    with torch.inference_mode():
+        mask.update([200, 7])
+    del full
+    t.close()
 
 
 @pytest.mark.parametrize("indices", [[[1, 0]], [[1, 0]] * 3])
