@@ -57,8 +57,12 @@ def install(pool: Pool | None = None) -> None:
                     cache.activate_past_recording()
                 model_kwargs[name] = cache
 
-    setattr(GenerationMixin, _METHOD, _prepare_cache_for_generation)
-    _original = original
+    try:
+        setattr(GenerationMixin, _METHOD, _prepare_cache_for_generation)
+        _original = original
+    except BaseException:  # from outside: uninstall() would not know of it (I17)
+        setattr(GenerationMixin, _METHOD, original)
+        raise
 
 
 def uninstall() -> None:

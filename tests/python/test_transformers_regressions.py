@@ -12,8 +12,10 @@ import vtensor
 
 pytest.importorskip("transformers")
 
-from vtensor.integrations.transformers import VTensorLayer, VTensorSlidingWindowLayer
+from transformers import GenerationMixin
+from vtensor.integrations.transformers import VTensorLayer, VTensorSlidingWindowLayer, default
 
+from interrupts import at_every_bytecode
 from tiny_models import states
 
 WINDOW = 8
@@ -73,3 +75,16 @@ def test_an_index_without_a_dimension_selects_nothing(pool, indices):
         layer.batch_select_indices(indices)
     assert layer.keys.shape[0] == 2
     layer.reset()
+
+
+def test_an_interrupted_install_is_one_or_none():
+    """I17: what is left of it can be undone."""
+    original = GenerationMixin._prepare_cache_for_generation
+
+    def check(_, outcome):
+        if GenerationMixin._prepare_cache_for_generation is not original:
+            default.uninstall()
+        assert GenerationMixin._prepare_cache_for_generation is original
+        assert default._original is None
+
+    assert at_every_bytecode(lambda: None, lambda _: default.install(), check, within=default) > 10
