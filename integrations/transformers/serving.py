@@ -8,6 +8,7 @@ model's own, is called for each sequence by itself, over plain views of its K an
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -221,7 +222,7 @@ class _States(Cache):
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__(layers=[])
-        self._served = served
+        self._served = weakref.proxy(served)  # else its cache would keep its memory until a collection
         self.key: torch.Tensor | None = None  # the last one stored
 
     def __len__(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ pytest.importorskip("transformers")
 
 from transformers import GenerationMixin
 from vtensor.integrations.transformers import VTensorLayer, VTensorSlidingWindowLayer, default
+from vtensor.integrations.transformers.serving import ServedModel, serving_cache
 
 from interrupts import at_every_bytecode
-from tiny_models import states
+from tiny_models import make_llama, states
+from vtensor.serving import Engine, Request, Scheduler
 
 WINDOW = 8
 
@@ -88,3 +92,20 @@ def test_an_interrupted_install_is_one_or_none():
         assert default._original is None
 
     assert at_every_bytecode(lambda: None, lambda _: default.install(), check, within=default) > 10
+
+
+def test_a_served_models_cache_goes_with_the_last_reference(pool):
+    """I14: without a collection of garbage."""
+    model = make_llama("sdpa")
+    cache = serving_cache(model, 2, 64, pool=pool)
+    with ServedModel(model, cache) as served:
+        done = Engine(Scheduler(cache), served).run([Request("a", [1, 2, 3], 4)])
+        assert len(done["a"].tokens[0]) == 4
+    gone = weakref.ref(cache), weakref.ref(served)
+    gc.collect()
+    gc.disable()
+    try:
+        del cache, served
+        assert gone[0]() is None and gone[1]() is None
+    finally:
+        gc.enable()
