@@ -90,6 +90,8 @@ def append(
                 f"{list(q.shape)}: give as many of k and v for each sequence, of the cache's heads and size"
             )
     if isinstance(cache_seqlens, int) and cache_batch_idx is None:
+        if cache_seqlens < 0:  # narrow counts it from the end
+            raise InvalidArgument(f"[{operation}] cache_seqlens is {cache_seqlens}: give at least 0")
         # narrow raises if there is no room; a slice would be shorter.
         k_cache[:batch].narrow(1, cache_seqlens, added).copy_(k)
         v_cache[:batch].narrow(1, cache_seqlens, added).copy_(v)

@@ -7,6 +7,7 @@ from multiprocessing import Pipe
 
 import pytest
 import torch
+from vtensor.integrations.flash_attention import flash_attn_with_kvcache
 from vtensor.integrations.flex_attention import CacheMask
 from vtensor.integrations.full_extent import FullExtent
 
@@ -358,3 +359,11 @@ def test_together_takes_an_index_for_each_tensor(small, indices):
         together.reindex(pair, indices)
     for t in pair:
         t.close()
+
+
+def test_nothing_is_appended_before_position_0_of_a_plain_cache():
+    """I2: torch's narrow counts negative positions from the end."""
+    k, v, new = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), torch.ones(1, 1, 2, 4)
+    with pytest.raises(vtensor.InvalidArgument, match="cache_seqlens is -1"):
+        flash_attn_with_kvcache(new, k, v, new, new, cache_seqlens=-1, backend="torch")
+    assert k.eq(0).all() and v.eq(0).all()
