@@ -367,3 +367,11 @@ def test_nothing_is_appended_before_position_0_of_a_plain_cache():
     with pytest.raises(vtensor.InvalidArgument, match="cache_seqlens is -1"):
         flash_attn_with_kvcache(new, k, v, new, new, cache_seqlens=-1, backend="torch")
     assert k.eq(0).all() and v.eq(0).all()
+
+
+def test_a_module_made_in_inference_mode_is_no_module_to_adopt(small):
+    with torch.inference_mode():
+        module = torch.nn.Linear(3, 3)
+    with pytest.raises(vtensor.InvalidArgument, match="weight was made in inference mode"):
+        vtensor.adopt(module, small)
+    assert small.stats().pages_used == 0

@@ -111,8 +111,8 @@ def adopt(
         The bytes moved.
 
     Raises:
-        InvalidArgument: a tensor on the meta device, in shared memory, sparse, quantized, lazily conjugated
-            or negated, or of a class other than ``Parameter`` and ``Tensor``.
+        InvalidArgument: a tensor on the meta device, in shared memory, sparse, quantized, made in inference
+            mode, lazily conjugated or negated, or of a class other than ``Parameter`` and ``Tensor``.
         Asleep: a tensor lies in memory that sleeps, or the memory of this tag does.
         OutOfPages: the pool has no memory for all of it.
         DriverError: the driver refuses a call.
@@ -199,6 +199,10 @@ def _unfit(t: torch.Tensor) -> str | None:
         return "is on the meta device and has no contents: materialise the module first, with to_empty()"
     if t.layout != torch.strided:
         return f"has the layout {t.layout}: only strided tensors can be moved"
+    if t.is_inference():
+        return (
+            "was made in inference mode, and torch moves no such tensor: make it outside, or take a clone()"
+        )
     if t.is_quantized:
         return "is quantized: dequantize it first"
     if t.is_conj() or t.is_neg():
