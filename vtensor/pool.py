@@ -19,6 +19,7 @@ from vtensor._base.arguments import byte_count, choice, device_of, number, tag_o
 from vtensor._base.notebook import Drawn
 from vtensor._base.processes import Closes
 from vtensor._base.units import Bytes
+from vtensor._base.weak import members
 from vtensor._pool.adopted import Adopted
 from vtensor._pool.closed import ClosedPool
 from vtensor._pool.sleep import Image, Sleeper, contents_of, fall_asleep, forget, wake
@@ -339,7 +340,7 @@ class Pool(Closes, Drawn):
         until = time.monotonic() + timeout
         self._core.wait_idle(timeout)
         with _sets_lock:
-            entries = list(self._tensors)
+            entries = members(self._tensors)
         for entry in entries:
             if not entry.await_arrivals(until - time.monotonic()):
                 raise TimedOut(
@@ -415,7 +416,7 @@ class Pool(Closes, Drawn):
     def _sleepers(self) -> dict[str, list[Sleeper]]:
         """The objects whose memory can leave, by tag."""
         with _sets_lock:
-            tensors = [entry.tensor() for entry in self._tensors]
+            tensors = [entry.tensor() for entry in members(self._tensors)]
             heaps = list(self._heaps.items())
         by_tag: dict[str, list[Sleeper]] = {}
         for t in tensors:
@@ -467,7 +468,7 @@ class Pool(Closes, Drawn):
         """Closes as many as it can, and then raises the first refusal."""
         first: VTensorError | None = None
         with _sets_lock:
-            entries = list(self._tensors)
+            entries = members(self._tensors)
         for entry in entries:
             try:
                 entry.close()
@@ -708,7 +709,7 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
 def open_pools() -> list[Pool]:
     """The pools of this process that were not collected."""
     with _sets_lock:
-        return list(_pools)
+        return members(_pools)
 
 
 @atexit.register
@@ -717,7 +718,7 @@ def _close_pools() -> None:
         return
     until = time.monotonic() + _CLOSE_SECONDS
     with _sets_lock:
-        pools = [pool for pool in _pools if not pool.closed]
+        pools = [pool for pool in members(_pools) if not pool.closed]
     for pool in pools:
         with suppress(VTensorError):  # the process ends: close the others all the same
             pool._close(max(0.001, until - time.monotonic()))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from contextlib import suppress
 from multiprocessing import Pipe
 
 import pytest
@@ -375,3 +377,34 @@ def test_a_module_made_in_inference_mode_is_no_module_to_adopt(small):
     with pytest.raises(vtensor.InvalidArgument, match="weight was made in inference mode"):
         vtensor.adopt(module, small)
     assert small.stats().pages_used == 0
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda pool: pool.wait_idle(),
+        lambda pool: pool.sleep(contents="host"),
+        lambda pool: testing.assert_no_leaks(pool).__enter__(),
+        lambda pool: pool.close(),
+    ],
+)
+def test_a_tensor_is_made_while_a_pool_looks_through_its_tensors(monkeypatch, operation):
+    """By a finalizer or a signal handler, which run between any two bytecodes."""
+    pool = vtensor.Pool("cpu", page_size=4096, prefetch=0)
+    made = [vtensor.zeros(3, grow_dim=0, capacity=64, pool=pool) for _ in range(3)]
+    iterate = weakref.WeakSet.__iter__
+    once = iter([1])
+
+    def interrupted(weak):
+        for entry in iterate(weak):
+            if weak is pool._tensors and next(once, None):
+                with suppress(vtensor.Closed):  # of a pool that is being closed
+                    made.append(vtensor.zeros(3, grow_dim=0, capacity=64, pool=pool))
+            yield entry
+
+    monkeypatch.setattr(weakref.WeakSet, "__iter__", interrupted)
+    operation(pool)
+    assert next(once, None) is None
+    monkeypatch.undo()
+    pool.close()
+    assert all(t.closed for t in made)

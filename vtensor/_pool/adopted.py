@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from vtensor import _core
+from vtensor._base.weak import members
 from vtensor.errors import Asleep
 
 __all__ = ["Adopted", "Owner", "optimizer_state", "raise_if_asleep"]
@@ -38,12 +39,12 @@ class Adopted:
 
     def has(self, module: torch.nn.Module) -> bool:
         """Whether ``module``, or a module that it is a part of, is one of them."""
-        return any(module is part for owner in list(self._modules) for part in owner.modules())
+        return any(module is part for owner in members(self._modules) for part in owner.modules())
 
     def refuse(self) -> None:
         """Has them raise Asleep if one of their tensors sleeps, until :meth:`let_go`."""
-        modules = list(chain.from_iterable(module.modules() for module in list(self._modules)))
-        optimizers = list(self._optimizers)
+        modules = list(chain.from_iterable(module.modules() for module in members(self._modules)))
+        optimizers = members(self._optimizers)
         registers: list[Callable[..., RemovableHandle]] = []
         registers += [module.register_forward_pre_hook for module in modules]
         registers += [optimizer.register_step_pre_hook for optimizer in optimizers]

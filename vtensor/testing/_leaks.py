@@ -14,6 +14,7 @@ import torch
 from vtensor import pool as _pool
 from vtensor._base.arguments import of_type
 from vtensor._base.processes import STORAGE_METHODS
+from vtensor._base.weak import members
 from vtensor.pool import Pool
 from vtensor.tensor import VTensor
 
@@ -40,7 +41,7 @@ class Look:
 
     def _pools(self) -> list[Pool]:
         with _pool._sets_lock:
-            return list(self._asked or _pool._pools)
+            return list(self._asked) or members(_pool._pools)
 
     def leaks(self) -> list[str]:
         """A description of each leak since the beginning; empty if there is none."""
@@ -113,7 +114,7 @@ def _counts(pool: Pool) -> dict[str, int]:
 def _open_objects(pool: Pool) -> list[tuple[Any, str, int]]:
     """Each open object with memory of the pool: what knows where it was made, its name, bytes mapped."""
     with _pool._sets_lock:
-        entries, heaps = list(pool._tensors), list(pool._heaps.items())
+        entries, heaps = members(pool._tensors), list(pool._heaps.items())
     found: list[tuple[Any, str, int]] = []
     for entry in entries:
         t: Any = entry.tensor()

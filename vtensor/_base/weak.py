@@ -1,0 +1,19 @@
+"""Weak sets that change while they are read."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import TypeVar
+
+__all__ = ["members"]
+
+T = TypeVar("T")
+
+
+def members(weak: weakref.WeakSet[T]) -> list[T]:
+    """What is in a set at one moment. A finalizer, a signal handler or another thread may add to it
+    meanwhile: then Python refuses to go on, and it is read again."""
+    while True:
+        with suppress(RuntimeError):
+            return list(weak)
