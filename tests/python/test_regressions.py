@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -16,6 +17,7 @@ from vtensor.integrations.full_extent import FullExtent
 import vtensor
 from support import run_snippet, simcuda_library
 from vtensor import testing, together
+from vtensor.replay import read_trace
 
 PAGE = 1024  # float32 in 4 KiB
 
@@ -408,3 +410,18 @@ def test_a_tensor_is_made_while_a_pool_looks_through_its_tensors(monkeypatch, op
     monkeypatch.undo()
     pool.close()
     assert all(t.closed for t in made)
+
+
+def test_a_trace_without_a_time_zone_has_no_summer_time(monkeypatch, tmp_path):
+    """Clocks in New York were put back at 2:00 that day, and forward at 2:00 the other."""
+    file = tmp_path / "trace.csv"
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        for day in ("2023-11-05", "2023-03-12"):
+            rows = [f"{day} 00:30:00.0000000,10,5", f"{day} 03:30:00.5000000,10,5"]
+            file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+            assert [row.arrival for row in read_trace(file)] == [0, 3 * 3600 + 0.5]
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from reprlib import repr as brief
@@ -181,7 +181,10 @@ def _seconds(path: Path, line: int, text: str) -> float:
     try:
         if fraction and not (fraction.isascii() and fraction.isdigit()):
             raise ValueError(fraction)
-        return datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
+        when = datetime.fromisoformat(whole)
+        if when.tzinfo is None:  # not in this machine's zone, whose clocks may be put back in the trace
+            when = when.replace(tzinfo=UTC)
+        return when.timestamp() + float(f"0.{fraction or 0}")
     except (ValueError, OverflowError) as error:
         raise _malformed(path, line, f"TIMESTAMP is {brief(text)}, not a date and time") from error
 
