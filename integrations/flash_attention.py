@@ -239,7 +239,7 @@ def flash_attn_with_kvcache(
     try:
         if stop > holds:
             keys.extend(stop - holds)
-            values.extend(stop - holds)
+            values.extend(stop - values.length)  # none if K and V are one tensor
         if not (type(keys) is VTensor is type(values)):  # no write can copy their pages (I6)
             keys.unshare(shortest, stop)
             values.unshare(shortest, stop)

@@ -425,3 +425,11 @@ def test_a_trace_without_a_time_zone_has_no_summer_time(monkeypatch, tmp_path):
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+def test_one_tensor_as_k_and_v_grows_once(small):
+    t = vtensor.zeros(1, 3, 2, 4, grow_dim=1, capacity=64, pool=small)
+    new = torch.randn(1, 1, 2, 4)
+    out = flash_attn_with_kvcache(new, t, t, new, new, cache_seqlens=3, causal=True, backend="torch")
+    assert t.length == 4 and torch.equal(t[:, 3:], new) and out.shape == new.shape
+    t.close()
