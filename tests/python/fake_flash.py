@@ -29,12 +29,14 @@ class Recorder:
         self.before()
 
 
-def attend(q, k, v, length, *, tile=1, scale=None, causal=False, window=(-1, -1)):
+def attend(q, k, v, length, *, tile=1, scale=None, causal=False, window=(-1, -1), softcap=0.0):
     """One row: q ``[Sq, Hq, D]`` over the first `length` positions of k and v ``[S, Hkv, D]``."""
     stop = min(-(-length // tile) * tile, k.shape[0])
     groups = q.shape[1] // k.shape[1]
     keys, values = (t[:stop].float().repeat_interleave(groups, 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     at = torch.arange(q.shape[0])[:, None] + length - q.shape[0]
     kv = torch.arange(stop)[None]
     left, right = (-1 if side is None else side for side in window)

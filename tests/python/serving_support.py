@@ -168,5 +168,25 @@ def opened(
         pool.close()
 
 
+def serve(engine: Engine, arrivals, cancels=(), *, most: int, check) -> dict:
+    """Runs requests that arrive, and some that are cancelled, at given iterations, and checks after each.
+    Returns their ends."""
+    arrivals, cancels, done = sorted(arrivals, key=lambda arrival: arrival[0]), dict(cancels), {}
+    for iteration in range(most):
+        while arrivals and arrivals[0][0] <= iteration:
+            engine.submit(arrivals.pop(0)[1])
+        scheduler = engine.scheduler
+        held = {g.request.id for g in scheduler.waiting + scheduler.running + scheduler.swapped}
+        if (cancelled := cancels.get(iteration)) in held:
+            engine.cancel(cancelled)
+        for completion in engine.step():
+            assert completion.id not in done
+            done[completion.id] = completion
+        check()
+        if not arrivals and not engine.unfinished:
+            return done
+    raise AssertionError(f"{engine.unfinished} requests starve")
+
+
 def engine_over(cache, **options) -> Engine:
     return Engine(Scheduler(cache, **options), FakeModel(Store(cache)), choose)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving_support import LEAVING, PAGE_TOKENS, RANGES, SLOTS, alone, eager, engine_over, opened
+from serving_support import LEAVING, PAGE_TOKENS, RANGES, SLOTS, alone, eager, engine_over, opened, serve
 from support import draws
 from vtensor import testing
 from vtensor.serving import Request, Scheduler
@@ -38,26 +38,6 @@ def most_iterations(requests) -> int:
     oldest of those that may still go on is computed by at least a token in each iteration."""
     longest = max(request.prompt_tokens + request.max_new_tokens for request in requests)
     return 2 * len(requests) * (SLOTS + 1) * (longest + 1)
-
-
-def serve(engine, arrivals, cancels=()):
-    """Runs requests that arrive, and some that are cancelled, at given iterations; checks each iteration."""
-    arrivals, cancels = sorted(arrivals, key=lambda arrival: arrival[0]), dict(cancels)
-    last, scheduler = max(at for at, _ in arrivals), engine.scheduler
-    done = {}
-    for iteration in range(last + most_iterations([request for _, request in arrivals])):
-        while arrivals and arrivals[0][0] <= iteration:
-            engine.submit(arrivals.pop(0)[1])
-        held = {g.request.id for g in scheduler.waiting + scheduler.running + scheduler.swapped}
-        if (cancelled := cancels.get(iteration)) in held:
-            engine.cancel(cancelled)
-        for completion in engine.step():
-            assert completion.id not in done
-            done[completion.id] = completion
-        check_books(scheduler)
-        if not arrivals and not engine.unfinished:
-            return done
-    raise AssertionError(f"{engine.unfinished} requests starve")
 
 
 # --- the same tokens as alone -----------------------------------------------------------------------------
@@ -89,7 +69,8 @@ def test_each_request_as_if_alone(kind):
         arrivals += [(at, Request(i, *shape)) for i, (at, *shape) in enumerate(shapes)]
         with opened(kind, budget, SLOTS, MAX_LEN, host_pages) as cache:
             engine = promised_engine(cache, eager(tpot, slower=slower), token_budget=token_budget)
-            done = serve(engine, arrivals, cancels)
+            most = max(at for at, _ in arrivals) + most_iterations([wanted for _, wanted in arrivals])
+            done = serve(engine, arrivals, cancels, most=most, check=lambda: check_books(engine.scheduler))
             left.append(engine.scheduler.stats.left)
             stats = cache.stats()
             assert stats.slots_free == SLOTS and stats.slots_swapped == stats.nbytes_swapped == 0

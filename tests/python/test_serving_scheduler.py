@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving_support import PAGE_TOKENS, RANGES, alone, engine_over, opened
+from serving_support import PAGE_TOKENS, RANGES, alone, engine_over, opened, serve
 from support import PER_PAGE, draws, open_pool, quarter
 from vtensor import InvalidArgument, OutOfPages
 from vtensor.serving import Request, Scheduler, Status
@@ -31,7 +31,6 @@ def open_cache(kind):
 
 def check_plan(engine, plan) -> None:
     scheduler = engine.scheduler
-    engine.forward.store.check()
     running = [group.order for group in scheduler.running]
     queued = [group.order for group in scheduler.waiting + scheduler.swapped]
     for queue in (scheduler.running, scheduler.waiting, scheduler.swapped):
@@ -52,26 +51,17 @@ def check_plan(engine, plan) -> None:
     assert all(s.slot is None and s.computed == 0 for group in scheduler.waiting for s in group.live)
 
 
-def serve(engine, arrivals, bound=4000):
-    """Runs requests that arrive at given iterations, and checks each iteration."""
-    scheduler, done, plan = engine.scheduler, {}, engine.scheduler.plan
+def serve_checked(engine, arrivals):
+    """Checks the plan of each iteration."""
+    plan = engine.scheduler.plan
 
     def checked():
         planned = plan()
         check_plan(engine, planned)
         return planned
 
-    scheduler.plan = checked
-    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
-    for iteration in range(bound):
-        while arrivals and arrivals[0][0] <= iteration:
-            engine.submit(arrivals.pop(0)[1])
-        for completion in engine.step():
-            assert completion.id not in done
-            done[completion.id] = completion
-        if not arrivals and not scheduler.unfinished:
-            return done
-    raise AssertionError(f"{scheduler.unfinished} requests starve")
+    engine.scheduler.plan = checked
+    return serve(engine, arrivals, most=4000, check=engine.forward.store.check)
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
@@ -92,7 +82,7 @@ def serve_together_and_alone(kind, shapes, pages, token_budget, host_pages):
     ]
     with opened(kind, pages, SLOTS, host_pages=host_pages) as cache:
         engine = engine_over(cache, token_budget=token_budget)
-        done = serve(engine, arrivals)
+        done = serve_checked(engine, arrivals)
         assert set(done) == {wanted.id for _, wanted in arrivals}
         assert cache.stats().slots_free == SLOTS
     for _, wanted in arrivals:
@@ -140,7 +130,7 @@ def test_groups_come_back_in_the_order_of_arrival(open_cache):
     """The third is swapped out before the second, and must not come back before it."""
     engine = engine_over(open_cache(budget=36, max_batch=6))
     wanted = [request(i, [i] * 6, 30 - 5 * i, samples=2) for i in range(3)]
-    done = serve(engine, [(0, one) for one in wanted])
+    done = serve_checked(engine, [(0, one) for one in wanted])
     assert engine.scheduler.stats.swapped >= 2
     assert [done[one.id].tokens for one in wanted] == [alone(one) for one in wanted]
 

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from vtensor.integrations.transformers import VTensorCache, register_attention, unregister_attention
 
+import fake_flash
 from model_zoo import MODELS, make
 from tiny_models import before, one_thread, prompt, run  # noqa: F401
 
@@ -26,39 +27,21 @@ class Kernel:
         self.calls = []
 
     def __call__(
-        self,
-        q,
-        k,
-        v,
-        *,
-        cache_seqlens,
-        softmax_scale,
-        causal,
-        cache_leftpad=None,
-        window_size=(-1, -1),
-        softcap=0.0,
+        self, q, k, v, *, cache_seqlens, softmax_scale, cache_leftpad=None, window_size=(-1, -1), **more
     ):
         leftpad = None if cache_leftpad is None else cache_leftpad.tolist()
         self.calls.append((k.data_ptr(), v.data_ptr(), leftpad))
         assert k.stride(-1) == v.stride(-1) == 1, "FlashAttention would copy all"
         assert cache_seqlens == k.shape[1]
-        batch, new, heads, _ = q.shape
-        group = heads // k.shape[2]
-        keys, values = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-        scores = q.transpose(1, 2) @ keys.transpose(-1, -2) * softmax_scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        row = torch.arange(new)[:, None] + k.shape[1] - new
-        column = torch.arange(k.shape[1])[None]
-        seen = column <= row if causal else torch.ones(new, k.shape[1], dtype=torch.bool)
-        if window_size[0] >= 0:
-            seen = seen & (column >= row - window_size[0])
-        seen = seen.expand(batch, 1, new, -1)
-        if cache_leftpad is not None:
-            assert cache_leftpad.dtype == torch.int32 and cache_leftpad.shape == (batch,)
-            seen = seen & (column >= cache_leftpad[:, None, None, None])
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num()  # no key: zeros
-        return (weights @ values).transpose(1, 2)
+        assert cache_leftpad is None or (cache_leftpad.dtype == torch.int32 and len(cache_leftpad) == len(q))
+        options = {"scale": softmax_scale, "window": window_size, **more}
+        begins = leftpad or [0] * len(q)
+        return torch.stack(
+            [
+                fake_flash.attend(q[b], k[b, n:], v[b, n:], k.shape[1] - n, **options)
+                for b, n in enumerate(begins)
+            ]
+        )
 
 
 @pytest.fixture
