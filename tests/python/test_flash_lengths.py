@@ -15,18 +15,7 @@ from vtensor.integrations import flash_attention as shims
 import fake_flash
 import vtensor
 from attention_support import close, int32
-from test_flash_attention import (  # noqa: F401
-    CAPACITY,
-    GROUPS,
-    HEADS,
-    PACKAGES,
-    SIZE,
-    caches,
-    exact,
-    noise,
-    refused,
-    seen,
-)
+from test_flash_attention import CAPACITY, GROUPS, HEADS, PACKAGES, SIZE, caches, exact, noise, refused, seen  # noqa: F401
 
 HOLDS = 100
 

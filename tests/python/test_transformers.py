@@ -12,13 +12,7 @@ pytest.importorskip("transformers")
 
 from vtensor.integrations.transformers import VTensorCache
 
-from tiny_models import (
-    GREEDY,
-    SameKernelCache,
-    one_thread,  # noqa: F401
-    prompt,
-    run,
-)
+from tiny_models import GREEDY, SameKernelCache, one_thread, prompt, run  # noqa: F401
 
 BEAMS = {"do_sample": False, "num_beams": 4, "max_new_tokens": 20}
 

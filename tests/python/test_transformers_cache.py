@@ -18,15 +18,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 from vtensor.integrations.transformers import VTensorCache, encoder_decoder_cache, install, uninstall
 
-from tiny_models import (
-    GREEDY,
-    assert_same_content,
-    filled,
-    one_thread,  # noqa: F401
-    prompt,
-    run,
-    states,
-)
+from tiny_models import GREEDY, assert_same_content, filled, one_thread, prompt, run, states  # noqa: F401
 
 # ---------------------------------------------------------------------- the cache's methods
 

@@ -17,15 +17,7 @@ from transformers import CompileConfig
 from vtensor.integrations.transformers import VTensorCache
 
 from model_zoo import caches, make
-from tiny_models import (
-    SameKernelCache,
-    assert_same_content,
-    make_llama,
-    one_thread,  # noqa: F401
-    prompt,
-    run,
-    states,
-)
+from tiny_models import SameKernelCache, assert_same_content, make_llama, one_thread, prompt, run, states  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -13,15 +13,7 @@ from vtensor.integrations import sdpa
 from vtensor.integrations.transformers import VTensorCache
 from vtensor.integrations.transformers.single_step import SingleStepView
 
-from tiny_models import (  # noqa: F401
-    GREEDY,
-    filled,
-    make_llama,
-    one_thread,
-    prompt,
-    run,
-    states,
-)
+from tiny_models import GREEDY, filled, make_llama, one_thread, prompt, run, states  # noqa: F401
 
 
 @pytest.fixture

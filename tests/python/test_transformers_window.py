@@ -16,14 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from vtensor.integrations.transformers import VTensorCache, VTensorSlidingWindowLayer
 
 from model_zoo import WINDOW, make
-from tiny_models import (
-    RECORDED_WINDOW,
-    before,
-    one_thread,  # noqa: F401
-    prompt,
-    run,
-    states,
-)
+from tiny_models import RECORDED_WINDOW, before, one_thread, prompt, run, states  # noqa: F401
 
 PAGE = 64  # tokens of one head in a page of 4 KiB
 
