@@ -299,7 +299,7 @@ void SlotSwaps::settle() noexcept {
       if (until != nullptr && !driver_.passed(*until)) return;  // later ones have not passed either
       held = held_.erase(held);
     }
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     // Asked again by the next operation.
   }
 }
