@@ -86,6 +86,17 @@ class CudaDriver final : public Driver {
     return streams_;
   }
   void back_holes(std::span<const Address> pages);
+  // The record of a handle, allocated before the call that makes it.
+  static std::set<Handle>::node_type make_record() {
+    std::set<Handle> one{0};
+    return one.extract(one.begin());
+  }
+  Handle enter(std::set<Handle>::node_type record, Handle handle) {
+    record.value() = handle;
+    const std::lock_guard lock(records_);
+    handles_.insert(std::move(record));
+    return handle;
+  }
   std::size_t granularity(CUmemAllocationGranularity_flags kind);
   int attribute(CUdevice_attribute which);
   void find_device(const CudaOptions& options);
@@ -313,6 +324,7 @@ Handle CudaDriver::create(std::size_t) {
   refuse_in_forked_child("driver.create");
   const RelaxedCapture relaxed(cuda_, "create");
   CUmemGenericAllocationHandle handle = 0;
+  std::set<Handle>::node_type record = make_record();
   const CUresult code = cuda_.call_at(cuda_.cuMemCreate, 0, traits_.page_size, &handle,
                                       traits_.page_size, &properties_, 0);
   if (code == CUDA_ERROR_OUT_OF_MEMORY) {
@@ -323,9 +335,7 @@ Handle CudaDriver::create(std::size_t) {
         "budget");
   }
   cuda_.check("create", Call::cuMemCreate, code);
-  const std::lock_guard lock(records_);
-  handles_.insert(handle);
-  return handle;
+  return enter(std::move(record), handle);
 }
 
 void CudaDriver::destroy(Handle handle, std::size_t) {
@@ -366,12 +376,11 @@ Handle CudaDriver::import_page(const ExportedPage& page, ExportKind kind) {
                          ? static_cast<void*>(fabric.data())
                          : reinterpret_cast<void*>(static_cast<std::intptr_t>(page.descriptor));
   CUmemGenericAllocationHandle handle = 0;
+  std::set<Handle>::node_type record = make_record();
   cuda_.require_at(
       "import_page", cuda_.cuMemImportFromShareableHandle, 0, traits_.page_size, &handle, name,
       is_fabric ? CU_MEM_HANDLE_TYPE_FABRIC : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-  const std::lock_guard lock(records_);
-  handles_.insert(handle);
-  return handle;
+  return enter(std::move(record), handle);
 }
 
 Address CudaDriver::reserve(std::size_t pages, Backed backed) {

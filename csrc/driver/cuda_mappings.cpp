@@ -34,10 +34,13 @@ Address CudaMappings::reserve(std::size_t pages) {
   // Alignments are powers of two: the largest that divides the page size.
   const std::size_t alignment = page_size_ & (~page_size_ + 1);
   CUdeviceptr range = 0;
+  Ranges made{{0, pages}};  // allocated before the call
   cuda_.require_at("reserve", cuda_.cuMemAddressReserve, 0, *bytes, &range, *bytes, alignment, 0,
                    0);
+  auto record = made.extract(made.begin());
+  record.key() = range;
   const std::lock_guard lock(records_);
-  ranges_.emplace(range, pages);
+  ranges_.insert(std::move(record));
   return range;
 }
 
