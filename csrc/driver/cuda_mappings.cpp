@@ -173,6 +173,15 @@ CUresult CudaMappings::map_stretch(const Stretch& stretch, std::size_t& mapped) 
   return CUDA_SUCCESS;
 }
 
+CudaMappings::Refusal CudaMappings::map_whole(const Stretch& stretch, Access access) {
+  Refusal refusal;
+  refusal.code = map_stretch(stretch, refusal.mapped);
+  if (refusal.code != CUDA_SUCCESS) return refusal;
+  refusal.call = Call::cuMemSetAccess;
+  refusal.code = set_access(stretch.at, stretch.pages(), access);
+  return refusal;
+}
+
 // One call for many pages: it costs more than mapping all of them.
 CUresult CudaMappings::set_access(Address at, std::size_t pages, Access access) {
   const auto set = [&](CUmemAccess_flags flags) {
@@ -239,8 +248,9 @@ void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Acc
 
 void CudaMappings::unmap(const char* operation, Address at, std::size_t pages) {
   const RelaxedCapture relaxed(cuda_, operation);
+  const std::vector<Address> holes = holes_in(at, pages, false);  // allocated before the call
   cuda_.check(operation, Call::cuMemUnmap, unmap(at, pages));
-  cover(holes_in(at, pages, false));
+  cover(holes);
 }
 
 void CudaMappings::remap(Address at, std::span<const Handle> from, Access from_access,
@@ -251,20 +261,17 @@ void CudaMappings::remap(Address at, std::span<const Handle> from, Access from_a
   if (same) {
     return cuda_.check("remap", Call::cuMemSetAccess, set_access(at, to.size(), to_access));
   }
+  // Allocated before the calls: from the first on, nothing but a refusal may come in between.
+  const Stretch before{at, {from.begin(), from.end()}}, after{at, {to.begin(), to.end()}};
   cuda_.check("remap", Call::cuMemUnmap, unmap(at, from.size()));
-  const PageRun before{at, from}, after{at, to};
-  std::size_t mapped = 0;
-  try {
-    map("remap", {&after, 1}, to_access, mapped);
-  } catch (const DriverError& cause) {
-    if (mapped != 0 && unmap(at, mapped) != CUDA_SUCCESS) throw UndoFailed(cause);
-    try {
-      map("remap", {&before, 1}, from_access, mapped);
-    } catch (const DriverError&) {
-      throw UndoFailed(cause);
-    }
-    throw;
-  }
+  const Refusal refusal = map_whole(after, to_access);
+  if (refusal.code == CUDA_SUCCESS) return;
+  const bool gone = refusal.mapped == 0 || unmap(at, refusal.mapped) == CUDA_SUCCESS;
+  const bool undone = gone && map_whole(before, from_access).code == CUDA_SUCCESS;
+  const DriverError cause = cuda_.refusal("remap", refusal.call, refusal.code);
+  if (!undone) throw UndoFailed(cause);
+  if (refusal.code == CUDA_ERROR_OUT_OF_MEMORY) throw DeviceOutOfMemory(cause);
+  throw cause;
 }
 
 }  // namespace vtensor

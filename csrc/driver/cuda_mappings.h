@@ -56,6 +56,13 @@ class CudaMappings {
   };
   Records take_records(Address range);
   std::vector<Stretch> stretches_of(std::span<const PageRun> runs) const;
+  struct Refusal {
+    CUresult code = CUDA_SUCCESS;  // if so, there was none
+    Call call = Call::cuMemMap;
+    std::size_t mapped = 0;  // pages from the first on
+  };
+  // Maps pages and gives them access. Allocates nothing.
+  Refusal map_whole(const Stretch& stretch, Access access);
   CUresult map_page(Address at, Handle handle);
   CUresult map_stretch(const Stretch& stretch, std::size_t& mapped);
   CUresult set_access(Address at, std::size_t pages, Access access);
