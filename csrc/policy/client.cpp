@@ -47,11 +47,11 @@ Address Client::reserve(std::size_t pages, Backed backed) {
 
 std::uint64_t Client::join(Address base, std::unique_ptr<faults::Range> report,
                            const Caller& caller) {
-  reserved_ = true;
-  known_ = faults::know(std::move(report), base, range_.bytes(), !pool_->traits().device.on_host());
-  const std::uint64_t id = pool_->add(this);
-  range_.begin(base, id);
   work_.note(caller);
+  known_ = faults::know(std::move(report), base, range_.bytes(), !pool_->traits().device.on_host());
+  const std::uint64_t id = pool_->add(this);  // from here on nothing can fail
+  range_.begin(base, id);
+  reserved_ = true;
   return id;
 }
 

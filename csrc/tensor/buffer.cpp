@@ -146,8 +146,8 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
   std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages), DeleteUnlessForked{});
   std::unique_ptr<Generation> pin(host->publish());
   PoolLock lock(pool);
-  buffer->work_.note(caller);
   try {
+    buffer->work_.note(caller);
     buffer->range_.begin(base, pool->add(buffer.get()));
   } catch (...) {
     pool->end_locked(pin.release());

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "arena/arena.h"
+#include "cpp/slot_cache_bench.h"
 #include "heap/heap.h"
 #include "kv/slot_cache.h"
 #include "policy/page_pool.h"
@@ -25,12 +26,16 @@
 
 namespace {
 
-// Allocations of this thread before one is refused; below 0 none is.
+extern "C" const char __executable_start, etext;  // of the linker
+
+// Allocations of this thread before one is refused; below 0 none is. Those of the simulated libcuda
+// and of other libraries do not count.
 thread_local long allowed = -1;
 
-void* allocate(std::size_t bytes, std::size_t alignment) {
-  const bool refused = allowed == 0;
-  if (allowed >= 0) --allowed;
+void* allocate(std::size_t bytes, std::size_t alignment, const void* caller) {
+  const bool ours = caller >= &__executable_start && caller < &etext;
+  const bool refused = ours && allowed == 0;
+  if (ours && allowed >= 0) --allowed;
   void* const at = refused
                        ? nullptr
                        : std::aligned_alloc(alignment, (bytes + alignment) / alignment * alignment);
@@ -40,9 +45,11 @@ void* allocate(std::size_t bytes, std::size_t alignment) {
 
 }  // namespace
 
-void* operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
-void* operator new(std::size_t bytes, std::align_val_t alignment) {
-  return allocate(bytes, static_cast<std::size_t>(alignment));
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  return allocate(bytes, alignof(std::max_align_t), __builtin_return_address(0));
+}
+[[gnu::noinline]] void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
 }
 void operator delete(void* at) noexcept { std::free(at); }
 void operator delete(void* at, std::size_t) noexcept { std::free(at); }
@@ -52,9 +59,12 @@ void operator delete(void* at, std::size_t, std::align_val_t) noexcept { std::fr
 namespace vtensor {
 namespace {
 
-constexpr std::size_t kPage = 4096;
+using slots::kPage;
+using slots::OnHost;
+using slots::OnSimulation;
+
 constexpr std::size_t kPages = 256;
-constexpr std::chrono::seconds kPatience(20);
+constexpr std::chrono::seconds kPatience(5);
 constexpr std::size_t kRows[] = {0, 1};
 const Caller kCaller{"test"};
 const RowShape kShape{2, kPage / 2, 64, 0, false};
@@ -88,6 +98,7 @@ struct Bench {
 using Operation = std::function<void()>;
 
 // `prepare` returns the operation.
+template <class T>
 void each_allocation(const std::string& name, const std::function<Operation(Bench&)>& prepare) {
   for (const bool ahead : {false, true}) {
     bool refused = true;
@@ -95,8 +106,7 @@ void each_allocation(const std::string& name, const std::function<Operation(Benc
       INFO(name, ", allocation ", n, ahead ? ", with look-ahead" : "");
       PoolOptions options{.budget = kPages * kPage, .patience = kPatience};
       if (ahead) options.prefetch = options.cache = 64 * kPage;
-      Bench bench{
-          PagePool::create(make_host_driver({.page_size = kPage, .shareable = true}), options)};
+      Bench bench{PagePool::create(T::open(), options)};
       bench.clients.reserve(8);
       {
         const Operation operation = prepare(bench);
@@ -122,56 +132,59 @@ void each_allocation(const std::string& name, const std::function<Operation(Benc
            !left.expired() && std::chrono::steady_clock::now() < until;)
         std::this_thread::yield();
       CHECK(left.expired());
+      slots::Bench<T>::await_end();
+      CHECK(T::leaks() == "");
     }
   }
 }
 
-TEST_CASE("tensors") {
-  each_allocation("make", [](Bench& bench) { return [&] { bench.buffer(0); }; });
-  each_allocation("grow", [](Bench& bench) {
+TEST_CASE_TEMPLATE("tensors", T, OnHost, OnSimulation) {
+  each_allocation<T>("make", [](Bench& bench) { return [&] { bench.buffer(0); }; });
+  each_allocation<T>("make in a stream", [](Bench& bench) {
+    return [&] {
+      const Caller caller{"test", bench.pool->driver().copy_stream()};
+      bench.clients.push_back(Buffer::create(bench.pool, kShape, caller));
+    };
+  });
+  each_allocation<T>("grow", [](Bench& bench) {
     return [buffer = bench.buffer(3)] { buffer->grow(kCaller, {0, 40}, true); };
   });
-  each_allocation("retract", [](Bench& bench) {
+  each_allocation<T>("retract", [](Bench& bench) {
     return [buffer = bench.buffer(40)] { buffer->retract(kCaller, {5, 20}); };
   });
-  each_allocation("close", [](Bench& bench) {
+  each_allocation<T>("close", [](Bench& bench) {
     return [buffer = bench.buffer(40), &bench] {
       bench.clients.clear();
       buffer->abandon();
     };
   });
-  each_allocation("publish", [](Bench& bench) {
+  each_allocation<T>("publish", [](Bench& bench) {
     return [buffer = bench.buffer(40)] { buffer->pool()->end(buffer->publish()); };
-  });
-  each_allocation("show", [](Bench& bench) {
-    return [buffer = bench.buffer(10)] {
-      buffer->share("test", 2);
-      buffer->grow(kCaller, {0, 40}, false);
-    };
   });
 }
 
-TEST_CASE("shared pages") {
-  each_allocation("fork", [](Bench& bench) {
+TEST_CASE_TEMPLATE("shared pages", T, OnHost, OnSimulation) {
+  each_allocation<T>("fork", [](Bench& bench) {
     return [buffer = bench.buffer(40)] {
       Sharing(*buffer, kCaller).share(kShape, kRows, false)->abandon();
     };
   });
-  each_allocation("unshare", [](Bench& bench) {
+  each_allocation<T>("unshare", [](Bench& bench) {
     const auto buffer = bench.buffer(40);
     const auto fork = Sharing(*buffer, kCaller).share(kShape, kRows, false);
     bench.clients.push_back(fork);
-    *reinterpret_cast<char*>(fork->address_of(0, 0)) = 1;
+    if (!T::is_cuda) *reinterpret_cast<char*>(fork->address_of(0, 0)) = 1;
     return [fork] { Sharing(*fork, kCaller).unshare({0, 40}); };
   });
-  each_allocation("reindex", [](Bench& bench) {
+  each_allocation<T>("reindex", [](Bench& bench) {
     return [buffer = bench.buffer(40)] {
+      if (T::is_cuda) return;
       constexpr std::size_t rows[] = {1, 1};
       const Sharing::Reindexing one{buffer.get(), rows};
       Sharing::reindex(kCaller, {&one, 1});
     };
   });
-  each_allocation("prefix", [](Bench& bench) {
+  each_allocation<T>("prefix", [](Bench& bench) {
     return [from = bench.buffer(40), to = bench.buffer(0)] {
       constexpr Interval some[] = {{0, 4}, {4, 8}};
       Sharing(*to, kCaller).expect({0, 16}, Sharing(*from, kCaller).offer_writable(some));
@@ -180,9 +193,9 @@ TEST_CASE("shared pages") {
   });
 }
 
-TEST_CASE("arenas and heaps") {
-  each_allocation("make", [](Bench& bench) { return [&] { bench.arena(); }; });
-  each_allocation("map", [](Bench& bench) {
+TEST_CASE_TEMPLATE("arenas and heaps", T, OnHost, OnSimulation) {
+  each_allocation<T>("make", [](Bench& bench) { return [&] { bench.arena(); }; });
+  each_allocation<T>("map", [](Bench& bench) {
     return [arena = bench.arena()] {
       constexpr Interval some[] = {{0, 5 * kPage}, {3 * kPage, 10 * kPage}};
       arena->map(kCaller, some);
@@ -191,7 +204,7 @@ TEST_CASE("arenas and heaps") {
       arena->trim(kCaller, some);
     };
   });
-  each_allocation("allocate", [](Bench& bench) {
+  each_allocation<T>("allocate", [](Bench& bench) {
     bench.heap = std::make_shared<Heap>(bench.pool);
     return [&heap = *bench.heap] {
       const Address at = heap.allocate(kCaller, 3 * kPage);
@@ -203,8 +216,8 @@ TEST_CASE("arenas and heaps") {
   });
 }
 
-TEST_CASE("pools") {
-  each_allocation("settle", [](Bench& bench) {
+TEST_CASE_TEMPLATE("pools", T, OnHost, OnSimulation) {
+  each_allocation<T>("settle", [](Bench& bench) {
     const auto buffer = bench.buffer(40);
     bench.pool->driver().meter().fail_after(0);
     buffer->retract(kCaller, {0, 3});  // whose unmapping is refused
@@ -216,7 +229,7 @@ TEST_CASE("pools") {
       pool.wait_idle(kPatience);
     };
   });
-  each_allocation("sleep", [](Bench& bench) {
+  each_allocation<T>("sleep", [](Bench& bench) {
     return [buffer = bench.buffer(40)] {
       FallAsleep falling(buffer->pool());
       const std::array numbers{falling.next_number()};
@@ -228,14 +241,20 @@ TEST_CASE("pools") {
   });
 }
 
-TEST_CASE("slots") {
+TEST_CASE_TEMPLATE("slots", T, OnHost, OnSimulation) {
   for (const std::size_t lookahead : {std::size_t{0}, std::size_t{8}}) {
     const SlotCacheShape shape{4, 64, 1, lookahead, {{2, 1024, 0}, {1, 2048, 16}}};
     const auto open = [shape](Bench& bench) {
       bench.cache = std::make_shared<SlotCache>(bench.pool, shape, kCaller);
     };
-    each_allocation("make", [&](Bench& bench) { return [&] { open(bench); }; });
-    each_allocation("step", [&](Bench& bench) {
+    each_allocation<T>("make", [&](Bench& bench) { return [&] { open(bench); }; });
+    each_allocation<T>("alloc in a stream", [&](Bench& bench) {
+      open(bench);
+      return [&cache = *bench.cache] {
+        cache.alloc({"test", cache.pool()->driver().copy_stream()}, 10);
+      };
+    });
+    each_allocation<T>("step", [&](Bench& bench) {
       open(bench);
       return [&cache = *bench.cache] {
         std::vector<std::int64_t> lengths(4);
@@ -251,7 +270,7 @@ TEST_CASE("slots") {
         cache.evict(3);
       };
     });
-    each_allocation("swap", [&](Bench& bench) {
+    each_allocation<T>("swap", [&](Bench& bench) {
       open(bench);
       return [&cache = *bench.cache] {
         std::vector<std::int64_t> lengths(4);
