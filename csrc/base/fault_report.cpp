@@ -1,6 +1,7 @@
 #include "base/fault_report.h"
 
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -65,6 +66,10 @@ class Ranges {
     if (range != nullptr) read(*range);
     --readers_;
   }
+
+  // For a fork: a child that has ranges of its own, as readers are, finds the lock free.
+  void lock() { changing_.lock(); }
+  void unlock() { changing_.unlock(); }
 
  private:
   std::mutex changing_;
@@ -281,6 +286,10 @@ void install() noexcept {
 
 Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
            bool on_device) noexcept {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pthread_atfork([] { ranges.lock(); }, [] { ranges.unlock(); }, [] { ranges.unlock(); });
+  });
   ranges.add(range.get(), base, bytes, on_device);
   return Known(range.release());
 }

@@ -511,4 +511,24 @@ TEST_CASE("ranges come and go beside reports") {
   CHECK(ended.status == 0);
 }
 
+TEST_CASE("a child that is forked while ranges come and go can have ranges of its own") {
+  const char* const at = reserve();
+  REQUIRE(at != nullptr);
+  std::atomic<bool> stop{false};
+  std::thread other([&] {
+    while (!stop) know_as(1, at);
+  });
+  int wrong = 0;
+  for (int i = 0; i < 60 && wrong == 0; ++i) {
+    wrong += in_child([&] {
+               alarm(20);  // a lock that no thread has any more is never free
+               static_cast<void>(know_as(2, at).release());
+               return 0;
+             }) != 0;
+  }
+  stop = true;
+  other.join();
+  CHECK(wrong == 0);
+}
+
 }  // namespace vtensor::faults
