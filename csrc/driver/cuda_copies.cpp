@@ -1,6 +1,8 @@
 #include "driver/cuda_copies.h"
 
 #include <algorithm>
+#include <exception>
+#include <new>
 #include <string>
 
 namespace vtensor {
@@ -55,6 +57,7 @@ void CudaCopies::copy(std::span<const PageCopy> copies, std::span<const FencePtr
 void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadline deadline) {
   if (scratch_ == 0) scratch_ = mappings_.reserve(kScratchPages);
   release_scratch();  // of an earlier copy, if that was refused
+  unfinished_.reserve(unfinished_.size() + 1);
   std::vector<Handle> to;
   for (const PageCopy& copy : copies) to.push_back(copy.to);
   const PageRun run{scratch_, to};
@@ -89,9 +92,15 @@ void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadli
     }
     found = text(refusal.call, " answered ", refusal.name,
                  ", and what was launched before it could not be waited for");
+  } catch (const std::bad_alloc&) {
+    if (launched == 0 || is_over(deadline)) {
+      try_release_scratch();
+      throw;
+    }
+    found = "the host has no memory to wait with";  // no longer than what was there
   }
   if (!over) {
-    unfinished_.push_back(scratch_);
+    unfinished_.push_back(scratch_);  // has room
     scratch_ = 0;
     mapped_ = 0;
     throw TimedOut("[driver.copy_pages] ", copies.size(), " pages were to be ",
@@ -107,7 +116,7 @@ void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadli
 bool CudaCopies::is_over(CudaStreams::Deadline deadline) {
   try {
     return streams_.side_ends(kOperation, deadline);
-  } catch (const DriverError&) {
+  } catch (const std::exception&) {
     return false;
   }
 }
