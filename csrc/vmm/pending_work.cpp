@@ -26,10 +26,18 @@ void PendingWork::note(Stream stream) {
     streams_.push_back(stream);
 }
 
+void PendingWork::forget_passed() {
+  try {
+    all_passed(driver_, after_);
+  } catch (const Error&) {
+    // They are asked again.
+  }
+}
+
 void PendingWork::note(const Caller& caller) {
   if (caller.named && driver_.traits().asynchronous) {
+    forget_passed();
     try {
-      all_passed(driver_, after_);
       if (FencePtr fence = driver_.fence(caller.stream)) after_.push_back(std::move(fence));
       return;
     } catch (const Error&) {
@@ -50,11 +58,7 @@ void PendingWork::begin_lease(const Caller& caller) {
 void PendingWork::end_lease(const Caller& caller, FencePtr after) {
   if (!caller.named) return note(caller.stream);
   if (after) {
-    try {
-      all_passed(driver_, after_);
-    } catch (const Error&) {
-      // They are asked again.
-    }
+    forget_passed();
     after_.push_back(std::move(after));
   }
   const auto leased = std::find(leased_.begin(), leased_.end(), caller.stream);

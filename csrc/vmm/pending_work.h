@@ -38,6 +38,9 @@ class PendingWork {
   void clear();
 
  private:
+  // Forgets the fences that have passed, as far as the driver says.
+  void forget_passed();
+
   Driver& driver_;
   std::vector<Stream> streams_;  // torch's and our own
   std::vector<Stream> leased_;   // named by leases that have not ended

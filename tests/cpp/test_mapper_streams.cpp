@@ -23,6 +23,7 @@
 #include "simcuda/client.h"
 #include "tensor/buffer.h"
 #include "tensor/sharing.h"
+#include "vmm/pending_work.h"
 
 namespace vtensor {
 namespace {
@@ -370,6 +371,23 @@ TEST_CASE("pages of the last owner are not ready with those that come behind the
   buffer.reset();
   pool->retire();
   pool->wait_idle(kPatience);
+  let_go(control, pool);
+}
+
+TEST_CASE(
+    "a named stream has its fence at once though the driver refuses to ask after an older one") {
+  const FreshDevice control(kBytes);
+  std::shared_ptr<PagePool> pool = open_pool(4, {});
+  PendingWork work(pool->driver());
+  const std::uint64_t first = control.make_stream(0), second = control.make_stream(0);
+  control.hold(first);
+  work.note(Caller{"test", static_cast<Stream>(first), true});
+  REQUIRE(control.fail("cuEventQuery", 0, 1, cuda::CUDA_ERROR_UNKNOWN) == 0);
+  work.note(Caller{"test", static_cast<Stream>(second), true});
+  control.destroy_stream(second);  // its owner may do so from now on
+  CHECK(work.fences().size() == 2);
+  control.release(first);
+  work.clear();
   let_go(control, pool);
 }
 
