@@ -16,7 +16,6 @@ from support import (
     quarter,
     run_snippet,
     same_bytes,
-    simcuda_library,
 )
 from vtensor import testing
 
@@ -120,8 +119,6 @@ def test_undoing_refused_too(kind, refuse):
     """Pages that came and cannot go stay mapped, and go later. If replaced pages cannot be put back, the pool
     is broken: what it had stays readable, counted and closable, and all goes at its end. In processes of
     their own: what is wrong here is a read of unmapped memory."""
-    if kind == "simcuda" and simcuda_library() is None:
-        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
     wrong, broke = {}, set()
     for name in OPERATIONS:
         code = f"from test_failing_calls import undo_refused\nundo_refused({kind!r}, {name!r}, {refuse})"

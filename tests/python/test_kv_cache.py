@@ -94,9 +94,7 @@ def test_a_tile_behind_the_length_is_mapped_and_finite(pool_factory, kind, tile)
 
 @pytest.mark.exact
 def test_a_freed_slot_keeps_its_pages_for_the_next_request(cache):
-    slot = cache.alloc()
-    grown(cache, slot, 50)
-    write(cache, slot, 0, range(50))
+    slot = filled(cache, 50)
     cache.free(slot)
     cache.pool.wait_idle(10)
     assert cache.stats().pages_cached == 4 * RANGES
@@ -137,9 +135,7 @@ def test_a_fork_takes_the_slot_that_keeps_the_least(cache):
 
 def test_writes_through_views_stay_with_their_slot(host_cache):  # I6
     cache = host_cache
-    parent = cache.alloc()
-    grown(cache, parent, 40)
-    write(cache, parent, 0, range(40))
+    parent = filled(cache, 40)
     (fork,) = cache.fork(parent)
     write(cache, fork, 3, [77])
     check_contents(cache, parent, range(40))
@@ -148,9 +144,7 @@ def test_writes_through_views_stay_with_their_slot(host_cache):  # I6
 
 @pytest.mark.exact
 def test_own_parts_what_is_written(cache):
-    parent = cache.alloc()
-    grown(cache, parent, 40)
-    write(cache, parent, 0, range(40))
+    parent = filled(cache, 40)
     (fork,) = cache.fork(parent)
     before = used(cache)
     cache.unshare(fork, 0, 17)
@@ -164,9 +158,7 @@ def test_own_parts_what_is_written(cache):
 def test_a_beam_step_copies_and_maps_nothing_for_survivors(cache):
     beams = [cache.alloc() for _ in range(3)]
     for beam in beams:
-        lengths = cache.lengths
-        lengths[beam] = 20
-        cache.step(lengths)
+        grown(cache, beam, 20)
         write(cache, beam, 0, [beam * 100 + at for at in range(20)])
     a, b, c = beams
     result = cache.reorder(beams, [c, c, a])
@@ -224,9 +216,7 @@ def test_prefixes_outlive_their_request_and_go_least_recently_used_first(pool_fa
         assert grown(cache, slot, 4 * UNIT)
         assert cache.stats().prefix_evictions == 1  # the last unit of `new`
         assert cache.length(cache.alloc(tokens=new)) == UNIT
-        lengths = cache.lengths
-        lengths[slot] = 6 * UNIT
-        assert not cache.step(lengths)  # what is in use is never given up
+        assert not grown(cache, slot, 6 * UNIT)  # what is in use is never given up
         check_contents(cache, using, range(2 * UNIT))
 
 
@@ -306,9 +296,7 @@ def test_threads_take_turns(pool_factory, kind):
                     values = [number * 1000 + round * 50 + at for at in range(20)]
                     for at, value in enumerate(values):
                         with turn:
-                            lengths = cache.lengths
-                            lengths[slot] = at + 1
-                            assert cache.step(lengths)
+                            assert grown(cache, slot, at + 1)
                         write(cache, slot, at, [value])
                     check_contents(cache, slot, values)
                     with turn:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, grown, make_cache, used
+from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, filled, grown, make_cache, used
 from support import draws, run_snippet
 from vtensor import testing
-from vtensor.testing.kv_model import check_contents, write
+from vtensor.testing.kv_model import check_contents
 
 
 def lengths_with(cache, **by_slot: int) -> list[int]:
@@ -165,9 +165,7 @@ def test_what_fits_once_all_has_left_comes_back(sim, stream_pool, seed):
 
 
 def group_of(cache, n: int, length: int) -> list[int]:
-    parent = cache.alloc()
-    grown(cache, parent, length)
-    write(cache, parent, 0, range(length))
+    parent = filled(cache, length)
     return [parent, *cache.fork(parent, n - 1)]
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import vtensor
-from support import PER_PAGE, eventually, filled, quarter, run_snippet, simcuda_library, within
+from cuda_support import needs_simcuda
+from support import PER_PAGE, eventually, filled, quarter, run_snippet, within
 from vtensor import testing
 
-needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
 AHEAD = 1 << 20
 
 
@@ -24,6 +24,13 @@ def pool(request, stream_pool):
 
 def held(pool) -> int:
     return pool.stats().pages_pinned
+
+
+def go_with(sim, pool, stream) -> None:
+    """What is held stays until the stream's work has passed, and goes then."""
+    assert not within(0.02, lambda: held(pool) == 0)
+    sim.release(stream)
+    eventually(lambda: held(pool) == 0)
 
 
 def test_what_is_given_back_meanwhile_waits_for_the_lease(sim, pool):
@@ -39,8 +46,7 @@ def test_what_is_given_back_meanwhile_waits_for_the_lease(sim, pool):
         sim.kernel(stream, t)
         assert t.pages()[-1].state == "pinned"
     assert held(pool) == 7
-    sim.release(stream)
-    eventually(lambda: held(pool) == 0)
+    go_with(sim, pool, stream)
     assert t.eq(1).all()
     t.close()
 
@@ -55,8 +61,7 @@ def test_the_extent_of_the_beginning_is_held(sim, pool):
         sim._done("simcuda_launch", stream, view.data_ptr(), view.numel(), 5)
         del view
         gc.collect()
-    sim.release(stream)
-    eventually(lambda: held(pool) == 0)
+    go_with(sim, pool, stream)
     t.close()
 
 
@@ -81,9 +86,7 @@ def test_a_lease_without_a_stream_means_the_current_one(sim, pool):
         sim.hold(0)
         sim.kernel(0, t)
     t.close()
-    assert not within(0.02, lambda: held(pool) == 0)
-    sim.release(0)
-    eventually(lambda: held(pool) == 0)
+    go_with(sim, pool, 0)
 
 
 def test_a_stream_may_end_after_its_lease(sim, pool):
@@ -123,8 +126,7 @@ def test_a_tensor_closed_in_its_lease(sim, pool):
         t.close()
         assert held(pool) == 4 and pool.stats().pages_orphaned == 4
     assert held(pool) == 4
-    sim.release(stream)
-    eventually(lambda: held(pool) == 0)
+    go_with(sim, pool, stream)
 
 
 def test_a_pool_closed_in_a_lease(sim, pool):
@@ -150,8 +152,7 @@ def test_of_many_tensors(sim, pool):
     for t in tensors:
         t.close()
     assert held(pool) == 10
-    sim.release(stream)
-    eventually(lambda: held(pool) == 0)
+    go_with(sim, pool, stream)
 
 
 def test_of_nothing_and_of_an_empty_tensor(pool):
@@ -188,9 +189,7 @@ def test_ended_by_another_thread_and_by_an_error(sim, pool):
         sim.kernel(stream, t)
         raise ZeroDivisionError
     t.close()
-    assert not within(0.02, lambda: held(pool) == 0)
-    sim.release(stream)
-    eventually(lambda: held(pool) == 0)
+    go_with(sim, pool, stream)
 
 
 def test_of_a_closed_tensor(pool):
@@ -214,9 +213,7 @@ def test_record_stream_lasts_for_the_tensors_life(sim, pool):
         sim.hold(stream)
         sim.kernel(stream, t)
         t.truncate(length)
-        assert not within(0.02, lambda: held(pool) == 0)
-        sim.release(stream)
-        eventually(lambda: held(pool) == 0)
+        go_with(sim, pool, stream)
     t.close()
 
 
@@ -294,9 +291,7 @@ def test_a_graph_destroyed_while_it_is_replayed(sim, pool):
     sim.replay(executable, stream)
     sim.destroy_executable(executable)
     t.close()
-    assert not within(0.02, lambda: held(pool) == 0)
-    sim.release(stream)
-    eventually(lambda: held(pool) == 0)
+    go_with(sim, pool, stream)
 
 
 @pytest.mark.parametrize("operation", ["fork", "unshare", "extend", "reallocate"])

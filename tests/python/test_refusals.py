@@ -15,14 +15,13 @@ import pytest
 import torch
 
 import vtensor
+from cuda_support import needs_simcuda
 from kv_support import UNIT, make_cache
 from operations import NAMES, OPERATIONS, TORCH_OPERATIONS
 from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet, simcuda_library
 from vtensor import testing
 from vtensor.serving import LengthHistogram, Promises, Request
 from vtensor.testing.kv_model import check_contents, write
-
-needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
 
 # A call a line, and words of its message. `<a | b>` stands for a line with each, NO_INTEGER for many such.
 TABLE = """
@@ -506,7 +505,7 @@ def test_what_a_device_has_not(simcuda):
 def test_a_driver_that_has_not(setting, words):
     run_snippet(
         f"""
-        from cuda_support import device
+        from cuda_support import device, needs_simcuda
         with device({setting}=0):
             for _ in range(2):
                 try:

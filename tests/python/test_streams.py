@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import vtensor
-from cuda_support import device
-from support import eventually, filled, run_snippet, simcuda_library, within
+from cuda_support import device, needs_simcuda
+from support import eventually, filled, run_snippet, within
 from vtensor._base.streams import stream_handle
-
-needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
 
 
 class Handle:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vtensor
-from support import PER_PAGE, filled, quarter, run_snippet, simcuda_library
+from support import PER_PAGE, filled, quarter, run_snippet
 
 # Every snippet starts with a tensor `t` of 12 positions, its expected bytes, and a view of positions 3 to 8;
 # `x` is the one of the two that the case is about, and `want` what it should read.
@@ -186,11 +186,6 @@ def refusing(body: str) -> str:
     return f"\ntry:\n{tried}\nexcept REFUSED as error:\n    refused_clearly(error)\n"
 
 
-def skip_unless_built(kind):
-    if kind == "simcuda" and simcuda_library() is None:
-        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
-
-
 # On CUDA the holes between rows fault (I3), so operations that walk a whole storage do not work on views, nor
 # on the tensor's storage.
 WALKS_STORAGE = {
@@ -207,7 +202,6 @@ WALKS_STORAGE = {
 
 def run_over_all(kind, case, body):
     """The tensor and its view, of one row and of two, in one process: its output names the last one begun."""
-    skip_unless_built(kind)
     code = ""
     for target, rows in itertools.product(TARGETS, ROWS):
         walks = case in WALKS_STORAGE and (target == "view" or "storage" in case)
@@ -348,7 +342,6 @@ def test_a_dead_tensors_views_do_not_stop_others_from_the_budget(pool):
 @pytest.mark.exact
 def test_shared_tensors_are_as_safe_as_others(kind):
     """While pages are shared the class of the tensor may be another one: the same list, in short."""
-    skip_unless_built(kind)
     for name in ("deepcopy", "save_load", "pickle", "repr", "slicing", "numpy", "equal", "clone", "dlpack"):
         body = "f = t.fork()\nassert isinstance(t, vtensor.VTensor) and isinstance(f, vtensor.VTensor)\n"
         body += textwrap.dedent(RIGHT[name])
@@ -357,7 +350,6 @@ def test_shared_tensors_are_as_safe_as_others(kind):
 
 def test_a_closed_tensor_never_crashes(kind):
     """Every name of torch.Tensor that can be called bare: an error or a harmless answer."""
-    skip_unless_built(kind)
     run_snippet(
         f"""
         import warnings
