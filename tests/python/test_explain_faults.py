@@ -422,3 +422,28 @@ def test_files_without_a_descriptor_are_refused() -> None:
         for file in (io.StringIO(), closed, "stderr", -1, 1.5, read_only, read_only.fileno(), 2**31 - 1):
             with pytest.raises(vtensor.InvalidArgument, match=r"^\[explain_faults\] file is "):
                 vtensor.explain_faults(file=file)
+
+
+def test_threads_that_make_and_drop_tensors_beside_a_fault() -> None:
+    named, reason = ended(
+        CACHE,
+        """
+        import threading, time
+        def work():
+            own = vtensor.Pool("cpu", page_size=4096, prefetch=0)
+            while True:
+                t = vtensor.zeros(4, 64, grow_dim=0, capacity=1 << 16, pool=own)
+                c = vtensor.KVCache(1, 1, 32, 2, 1024, pool=own)
+                t.extend(100)
+                c.alloc()
+                c.step([100, 0])
+                t.close()
+                c.close()
+        for _ in range(4):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.5)
+        cache[1][1][slot, 7] = 1
+        """,
+    )
+    assert named.startswith("V of layer 1, slot 0, token 7 of the KVCache of 4 slots of 1024 tokens with")
+    assert "the slot has 0 tokens" in reason

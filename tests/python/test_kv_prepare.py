@@ -266,3 +266,28 @@ def test_what_is_announced_goes_before_what_looks_ahead(pool_of):
         assert cache.step(lengths)
         assert calls_of(cache.pool) == before
         testing.check_invariants(cache.pool)
+
+
+def test_every_refusal_of_the_mapper_is_raised_once(pool_of):
+    refused = 0
+    for n in range(100):
+        pool = pool_of(8)
+        with make_cache(pool) as cache:
+            for slot in [filled(cache, 2 * UNIT) for _ in range(4)]:
+                cache.free(slot)
+            slot = cache.alloc()
+            with testing.fail_after(pool, n) as refusals:
+                announced(cache, slot, 6 * UNIT)
+                try:
+                    pool.wait_idle()
+                except vtensor.DriverError:
+                    refused += 1
+            pool.wait_idle()
+            assert grown(cache, slot, 6 * UNIT)
+            write(cache, slot, 0, range(6 * UNIT))
+            check_contents(cache, slot, range(6 * UNIT))
+            testing.check_invariants(pool)
+        pool.close()
+        if not refusals:
+            break
+    assert refused > 1

@@ -386,3 +386,31 @@ def test_a_closed_tensor_never_crashes(kind):
         pool.close()
         """
     ).check()
+
+
+def test_size_changed_behind_our_back_is_noticed_or_refused(pool):
+    for change in (
+        lambda t: t.resize_(5, t.shape[1]),
+        lambda t: t.as_strided_((1,), (1,)),
+        lambda t: t.unsqueeze_(0),
+    ):
+        t = filled(pool, 12, 1)
+        try:
+            change(t)
+        except RuntimeError:
+            assert t.eq(1).all() and t.shape[0] == 12
+            continue
+        with pytest.raises(vtensor.VTensorError):
+            t.extend(1)
+
+
+@pytest.mark.exact
+def test_numpy_array_keeps_its_memory(host):
+    t = filled(host, 12, 3)
+    array = t[2:5].numpy()
+    t.close()
+    del t
+    filled(host, 40, 9)
+    assert (array == 3).all()
+    del array
+    assert host.stats().pages_used == 0

@@ -377,3 +377,14 @@ def test_without_max_len_addresses_move_and_nothing_is_copied(llama, pages, monk
     assert all(set(old) <= set(new) for old, new in zip(before, after, strict=True))
     assert_same_content(ours, theirs)
     testing.check_invariants(pages)
+
+
+@pytest.mark.parametrize("fits", range(16))
+def test_update_is_whole_or_not_at_all(llama, pool_factory, fits):
+    """I8: whichever of K and V of whichever layer the memory runs out in."""
+    pool = pool_factory("host", pages=fits) if fits else pool_factory("host", pages=1)
+    cache = VTensorCache(llama.config, 4096, pool)
+    with pytest.raises(vtensor.OutOfPages):
+        for layer in range(2):
+            cache.update(*states(2, 80), layer)
+    assert cache.get_seq_length() == 0 and pool.stats().pages_used == 0

@@ -82,3 +82,15 @@ def test_linear_attention_is_refused(pages, name):
     cache, _ = caches(make(name), pages)
     with pytest.raises(vtensor.InvalidArgument, match="input of torch.export, which takes K and V alone"):
         pytree.tree_flatten(cache)
+
+
+def test_a_program_takes_other_caches_of_its_shape(pages):
+    model, ours, _ = filled("Llama", pages)
+    token = prompt(1, 1, seed=9)
+    with torch.no_grad():
+        program = torch.export.export(model, (), step(ours, token), strict=False)
+    other = VTensorCache(model.config, 256, pages)
+    run(model, other, prompt(1, 40, seed=6), do_sample=False, max_new_tokens=1)
+    with torch.no_grad():
+        logits = program.module()(**step(other, token)).logits
+        torch.testing.assert_close(logits, model(**step(other, token)).logits)
