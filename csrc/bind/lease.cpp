@@ -107,7 +107,11 @@ class Lease {
     } catch (...) {
       begun_ = false;
       const ReleasedGil released;
-      for (Generation* generation : held) generation->client->pool()->end(generation);
+      for (std::size_t i = 0; i < held.size(); ++i) {
+        const auto& [buffer, caller] = leased[i];
+        buffer->end_lease(caller, nullptr);  // no work was launched for it
+        buffer->pool()->end(held[i]);
+      }
       throw;
     }
     generations_ = std::move(held);

@@ -205,6 +205,19 @@ def test_of_a_closed_tensor(pool):
         vtensor.lease(torch.ones(2))
 
 
+def test_a_refused_lease_leaves_no_tensor_with_its_stream(sim, pool):
+    """The stream may end, as no work was launched for the lease."""
+    stream = sim.stream()
+    t, asleep = filled(pool, 16), filled(pool, 16, tag="asleep")
+    pool.sleep(contents="discard", tag="asleep")
+    with pytest.raises(vtensor.Asleep):
+        vtensor.lease(t, asleep, stream=stream).__enter__()
+    sim.destroy(stream)
+    t.close(), asleep.close()
+    eventually(lambda: pool.stats().pages_mapped == 0)
+    pool.wait_idle()
+
+
 def test_record_stream_lasts_for_the_tensors_life(sim, pool):
     stream = sim.stream()
     t = filled(pool, 16)
