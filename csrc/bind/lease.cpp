@@ -51,12 +51,18 @@ void end_one(Generation* generation, const Caller& caller, Launched& launched) {
   if (launched.pool != &pool || launched.stream != caller.stream) launched = look_at(pool, caller);
   if (launched.captured) {
     pool.ensure_mapper();
-    {
+    const auto mark = [&](bool is_lease) {
       const PoolLock lock(buffer->pool());
-      generation->is_lease = false;
+      generation->is_lease = is_lease;
+    };
+    mark(false);
+    try {
+      if (!caller.named) buffer->use(caller);
+      pool.driver().keep_for_graph(caller.stream, end_with_graph, generation);
+    } catch (...) {
+      mark(true);  // no graph has it
+      throw;
     }
-    if (!caller.named) buffer->use(caller);
-    pool.driver().keep_for_graph(caller.stream, end_with_graph, generation);
     // After the step that can fail: a second try of a failed end must not remove the record of
     // another lease of the stream.
     if (caller.named) buffer->end_lease(caller, nullptr);

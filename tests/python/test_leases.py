@@ -436,6 +436,25 @@ def test_a_refused_end_tried_again_ends_no_other_lease(sim, stream_pool):
     t.close()
 
 
+def test_no_memory_sleeps_under_a_lease_whose_end_was_refused(sim, stream_pool):
+    """No graph has taken the lease over, so its work may still be to come."""
+    pool = stream_pool(patience=0.05)
+    stream = sim.stream()
+    t = filled(pool, 16)
+    lease = vtensor.lease(t, stream=stream)
+    sim.begin_capture(stream)
+    with pytest.raises(vtensor.DriverError), lease:
+        sim.kernel(stream, t)
+        sim.fail("cuGraphRetainUserObject")
+    sim.destroy_graph(sim.end_capture(stream))
+    with pytest.raises(vtensor.TimedOut, match="the lease of a tensor"):
+        pool.sleep(contents="discard")
+    lease.__exit__(None, None, None)
+    assert pool.sleep(contents="discard") == 4 * pool.page_size
+    pool.wake(discard=True)
+    t.close()
+
+
 def test_growth_under_a_graph(sim, pool):
     """A replay writes where it was captured, while the tensor grows beneath it and others take pages."""
     stream = sim.stream()
