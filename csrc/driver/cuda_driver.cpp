@@ -228,9 +228,13 @@ void CudaDriver::choose_exports() {
   for (const Choice& choice : kChoices) {
     if (!attribute(choice.attribute)) continue;
     properties_.requestedHandleTypes = choice.type;
-    if (traits_.page_size % granularity(CU_MEM_ALLOC_GRANULARITY_MINIMUM) != 0) continue;
     traits_.exports = choice.kind;
-    if (accepts([&] { probe_exports(); })) return;
+    bool fits = false;
+    const bool accepted = accepts([&] {
+      fits = traits_.page_size % granularity(CU_MEM_ALLOC_GRANULARITY_MINIMUM) == 0;
+      if (fits) probe_exports();
+    });
+    if (accepted && fits) return;
     traits_.exports = ExportKind::none;
   }
   throw InvalidArgument("[Pool] shareable=True was asked for, cuda:", cuda_.device,

@@ -348,12 +348,12 @@ Generation* Buffer::lease(const Caller& caller) {
     // By another thread, meanwhile.
     if (!owned_) throw Closed("[lease] a tensor is closed: make a new one");
     raise_if_asleep();
+    if (driver_.traits().asynchronous) work_.begin_lease(caller);
   } catch (...) {
     pool_->end_locked(generation);
     throw;
   }
   generation->is_lease = true;
-  if (driver_.traits().asynchronous) work_.begin_lease(caller);
   return generation;
 }
 
