@@ -75,7 +75,7 @@ class ServedModel:
                 f"[ServedModel] the cache has {len(cache)} layers, the model {config.num_hidden_layers}: "
                 "make it with serving_cache(model, ...)"
             )
-        self._heads_first = cache[0][0].shape[1] != cache.max_len
+        self._heads_first = cache._layout.layers[0][0].per_head
         self._states = _States(self)
         self._plan = Plan()
         self._slots: list[int] = []  # of the plan's work, and so on

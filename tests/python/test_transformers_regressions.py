@@ -109,3 +109,14 @@ def test_a_served_models_cache_goes_with_the_last_reference(pool):
         assert gone[0]() is None and gone[1]() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_served_model_has_as_many_heads_as_its_cache_tokens(pool, layout):
+    """The shapes of the two layouts are then the same."""
+    model = make_llama("sdpa", num_attention_heads=8, num_key_value_heads=8)
+    prompt = [5, 6, 7]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    with serving_cache(model, 2, 8, pool=pool, layout=layout) as cache, ServedModel(model, cache) as served:
+        done = Engine(Scheduler(cache), served).run([Request("a", prompt, 4)])
+    assert done["a"].tokens == [expected]
