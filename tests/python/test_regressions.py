@@ -18,6 +18,7 @@ import vtensor
 from support import run_snippet, simcuda_library
 from vtensor import testing, together
 from vtensor.replay import read_trace
+from vtensor.serving import Request
 
 PAGE = 1024  # float32 in 4 KiB
 
@@ -433,3 +434,10 @@ def test_one_tensor_as_k_and_v_grows_once(small):
     out = flash_attn_with_kvcache(new, t, t, new, new, cache_seqlens=3, causal=True, backend="torch")
     assert t.length == 4 and torch.equal(t[:, 3:], new) and out.shape == new.shape
     t.close()
+
+
+def test_a_prompt_in_a_buffer_is_copied():
+    buffer = bytearray([1, 2, 3])
+    request = Request("a", memoryview(buffer), 4)
+    buffer[0] = 9
+    assert request.prompt == (1, 2, 3)

@@ -93,7 +93,8 @@ class Request:
                 f"[Request] the prompt of request {self.id!r} is not of token ids ({error}): give whole "
                 "numbers from 0 to 2**63 - 1, or how many they are"
             ) from None
-        fixed = isinstance(prompt, abc.Sequence) and not isinstance(prompt, abc.MutableSequence)
+        # A memoryview is a sequence to Python, of bytes that may change.
+        fixed = isinstance(prompt, abc.Sequence) and not isinstance(prompt, (abc.MutableSequence, memoryview))
         return prompt if fixed else tuple(ids)
 
     def _wrong(self, name: str, value: object, do: str) -> InvalidArgument:
