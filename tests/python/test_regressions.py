@@ -18,7 +18,7 @@ import vtensor
 from support import run_snippet, simcuda_library
 from vtensor import testing, together
 from vtensor.replay import read_trace
-from vtensor.serving import Request
+from vtensor.serving import Request, Scheduler
 
 PAGE = 1024  # float32 in 4 KiB
 
@@ -441,3 +441,10 @@ def test_a_prompt_in_a_buffer_is_copied():
     request = Request("a", memoryview(buffer), 4)
     buffer[0] = 9
     assert request.prompt == (1, 2, 3)
+
+
+def test_a_token_budget_is_a_whole_number(small):
+    """Half a token was once found out only by the first plan of a longer prompt."""
+    with vtensor.KVCache(1, 1, 4, 4, 64, pool=small) as cache:
+        with pytest.raises(vtensor.InvalidArgument, match="token_budget is a float"):
+            Scheduler(cache, token_budget=5.5)

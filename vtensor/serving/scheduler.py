@@ -12,7 +12,7 @@ import time
 from collections import abc
 from itertools import repeat
 
-from vtensor._base.arguments import number
+from vtensor._base.arguments import integer, number
 from vtensor.errors import InvalidArgument
 from vtensor.serving._books import Books, by_arrival
 from vtensor.serving._commit import Change, commit, each
@@ -50,7 +50,8 @@ class Scheduler:
             single sequence is computed again. The cache must be able to swap.
         clock: seconds, as ``time.monotonic`` gives them.
 
-    Raises InvalidArgument for a smaller budget, or a patience below 0. Call it from one thread.
+    Raises InvalidArgument for a smaller budget, one that is no whole number, or a patience below 0. Call it
+    from one thread.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Scheduler:
         promises: Promises | None = None,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
+        token_budget = integer("Scheduler", "token_budget", token_budget)
         if token_budget < cache.max_batch:
             raise InvalidArgument(
                 f"[Scheduler] token_budget={token_budget} for {cache.max_batch} slots, each of which may "
