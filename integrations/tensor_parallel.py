@@ -64,7 +64,11 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
         inputs = args[0] if args else kwargs.get("input_ids")
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
         assert inputs is not None, "a model is called with input_ids or with inputs_embeds"
-        ready = all(layer.is_initialized for layer in cache.layers if isinstance(layer, VTensorLayer))
+        layers = [layer for layer in cache.layers if isinstance(layer, VTensorLayer)]
+        # A model without some of its layers leaves theirs without K and V.
+        ready = all(layer.is_initialized for layer in layers) or any(
+            layer.get_seq_length() for layer in layers
+        )
         sizes = [] if ready else _local_states(module, inputs, cache)
         error: VTensorError | None = None
         try:
@@ -76,9 +80,8 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
         try:
             ranks.agree(error)
         except BaseException:
-            for layer in cache.layers:
-                if isinstance(layer, VTensorLayer):
-                    layer.settle()
+            for layer in layers:
+                layer.settle()
             raise
 
     handle = model.register_forward_pre_hook(before_forward, with_kwargs=True)

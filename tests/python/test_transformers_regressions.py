@@ -9,13 +9,16 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import vtensor
 
 pytest.importorskip("transformers")
 
 from transformers import GenerationMixin
-from vtensor.integrations.transformers import VTensorLayer, VTensorSlidingWindowLayer, default
+from vtensor.integrations.tensor_parallel import in_agreement
+from vtensor.integrations.transformers import VTensorCache, VTensorLayer, VTensorSlidingWindowLayer, default
+from vtensor.integrations.transformers.release import CACHE
 from vtensor.integrations.transformers.serving import ServedModel, serving_cache
 
 from interrupts import at_every_bytecode
@@ -120,3 +123,20 @@ def test_a_served_model_has_as_many_heads_as_its_cache_tokens(pool, layout):
     with serving_cache(model, 2, 8, pool=pool, layout=layout) as cache, ServedModel(model, cache) as served:
         done = Engine(Scheduler(cache), served).run([Request("a", prompt, 4)])
     assert done["a"].tokens == [expected]
+
+
+def test_a_model_that_lost_layers_generates_in_agreement_as_without(pool):
+    """I2: a layer of the cache that gets nothing had all others begin anew before each forward."""
+    model = make_llama("sdpa")
+    model.model.layers = model.model.layers[:1]
+    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    cache = VTensorCache(model.config, None, pool)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with in_agreement(model, cache):
+            assert torch.equal(model.generate(prompt, **options, **{CACHE: cache}), expected)
+    finally:
+        dist.destroy_process_group()
+    assert cache.get_seq_length() == 8
+    cache.reset()
