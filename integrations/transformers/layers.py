@@ -86,14 +86,19 @@ class VTensorLayer(DynamicLayer):
         self._end_preparation()
         owners = list(self.owners)
         owners[which] = self._copy_of(value)
-        self._replace(owners)
+        self._replace(owners, **self._assigned(owners))
 
-    def _replace(self, owners: list[VTensor]) -> None:
-        """Makes ``owners`` the new K and V, and closes the old ones that are not among them."""
+    def _assigned(self, owners: list[VTensor]) -> dict[str, Any]:
+        """Attributes that change with an assignment of K or V."""
+        return {}
+
+    def _replace(self, owners: list[VTensor], **others: Any) -> None:
+        """Makes ``owners`` the new K and V, and closes the old ones that are not among them. Sets ``others``
+        in the same step."""
         assert self.owners is not None
         before, (keys, values) = self.owners, owners
         if keys is not before[0] or values is not before[1]:
-            self._adopt(keys, values)
+            self._adopt(keys, values, **others)
             for owner, old in zip(owners, before, strict=True):
                 if owner is not old:
                     old.close()
@@ -147,8 +152,10 @@ class VTensorLayer(DynamicLayer):
             keys.close()
             raise
 
-    def _adopt(self, keys: VTensor, values: VTensor) -> None:
-        self.__dict__.update(owners=(keys, values), dtype=keys.dtype, device=keys.device, is_initialized=True)
+    def _adopt(self, keys: VTensor, values: VTensor, **others: Any) -> None:
+        self.__dict__.update(
+            others, owners=(keys, values), dtype=keys.dtype, device=keys.device, is_initialized=True
+        )
 
     def _before_growth(self, new: int) -> None:
         """Reserves addresses for `new` more tokens, if there may be more than max_len."""

@@ -45,13 +45,8 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         """Tokens so far. K and V hold the last of them."""
         return super().get_seq_length() if torch.compiler.is_compiling() else self.dropped + self._held()
 
-    def _assign(self, which: int, value: torch.Tensor | None) -> None:
-        if value is None:
-            self._release()
-            return
-        seen = self.get_seq_length()
-        super()._assign(which, value)
-        self.dropped = seen - self._held()
+    def _assigned(self, owners: list[VTensor]) -> dict[str, Any]:
+        return {"dropped": self.get_seq_length() - min(owner.length for owner in owners)}
 
     def _held(self) -> int:
         return VTensorLayer.get_seq_length(self)

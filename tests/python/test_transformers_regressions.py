@@ -15,6 +15,7 @@ import vtensor
 
 pytest.importorskip("transformers")
 
+import vtensor.integrations.transformers as package
 from transformers import GenerationMixin
 from vtensor.integrations.tensor_parallel import in_agreement
 from vtensor.integrations.transformers import VTensorCache, VTensorLayer, VTensorSlidingWindowLayer, default
@@ -140,3 +141,23 @@ def test_a_model_that_lost_layers_generates_in_agreement_as_without(pool):
         dist.destroy_process_group()
     assert cache.get_seq_length() == 8
     cache.reset()
+
+
+def test_an_interrupted_assignment_leaves_the_length(pool):
+    """I17: the tokens before those that are held are counted in the same step."""
+    new, _ = states(1, 3, seed=5)
+
+    def setup():
+        layer = VTensorSlidingWindowLayer(WINDOW, None, pool)
+        layer.update(*states(1, 20))
+        return layer
+
+    def assign(layer):
+        layer.keys = new
+
+    def check(layer, outcome):
+        assert layer.get_seq_length() == 20
+        assert layer.keys.shape[-2] == WINDOW - 1 or layer.keys.equal(new)
+        layer.reset()
+
+    assert at_every_bytecode(setup, assign, check, within=package) > 20
