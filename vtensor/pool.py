@@ -57,7 +57,7 @@ class PoolStats:
             read: until they sync, close or die (see ``vtensor.sharing``).
         pages_mapped: page table entries: a page counts once for each place where it is mapped.
         pages_active: mapped pages that the tensors' lengths need.
-        pages_prefetched: mapped pages that were prepared ahead of need.
+        pages_prefetched: mapped pages ahead of need: prepared, or taken over from the last owner.
         pages_cached: mapped pages that freed tensors left for the next one.
         pages_pinned: mapped pages that only views of older extents, or running work, still use.
         pages_orphaned: pinned pages that belong to no open tensor any more and go with their last view.

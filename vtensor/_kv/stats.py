@@ -37,7 +37,7 @@ class KVCacheStats:
         pages_shared: used pages that are mapped in several slots or kept by the prefix index.
         pages_mapped: mapped pages, counted once for each slot.
         pages_active: mapped pages that lengths need.
-        pages_prefetched: mapped pages that were prepared ahead of need.
+        pages_prefetched: mapped pages ahead of need: prepared, or taken over from the last owner.
         pages_cached: mapped pages that freed slots keep for the next request.
         pages_pinned: mapped pages that wait to be unmapped.
         prefix_tokens: tokens that the prefix index keeps.
