@@ -166,7 +166,7 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs
       if (index == run.indices.begin || (driver.traits().adjacent_handles && !continues))
         changes.begin(range, run.row, index, Remapping::Undo::wanted);
       changes.add(to);
-      static_cast<void>(not_added.release());
+      [[maybe_unused]] const Page* const added = not_added.release();
       if (private_copy) changes.cannot_undo();
       if (to != from || private_copy) {
         // From here on it holds neither its last owner's bytes nor, until all is copied, ours.
