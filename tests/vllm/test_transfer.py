@@ -37,10 +37,12 @@ def results(tmp_path_factory):
         ("stock", ("alone", "hybrid_alone")),
         ("vtensor", (*WHOLE, "aborted", *CUT, *LATE)),
     ):
-        print(run(mode, folder, *names))
+        said = run(mode, folder, *names)
         for name in names:
             file = folder / f"{mode}-transfer-{name}.json"
             found[name] = json.loads(file.read_text()) if file.exists() else None
+        if not all(found.values()):
+            print(said.stdout, said.stderr, file=sys.__stderr__)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import json
 import multiprocessing
@@ -338,6 +339,7 @@ SCENARIOS = {
 
 def run(name: str) -> None:
     """In a process of its own, which ends without what vLLM would do at exit."""
+    faulthandler.dump_traceback_later(3 * PATIENCE)  # says where it stands before it is killed
     try:
         result = SCENARIOS[name]()
         (FOLDER / f"{sys.argv[1]}-transfer-{name}.json").write_text(json.dumps(result))
