@@ -155,10 +155,8 @@ class CacheMask:
             self._counts = torch.zeros(per_row, dtype=torch.int32, device=device)
             self._indices = self._numbers.expand(*per_row, -1).contiguous()
             # All tiles are listed as partial, none as full. The CPU's code needs the empty list all the same.
-            self._no_counts, self._no_indices = (
-                torch.zeros_like(self._counts),
-                torch.zeros_like(self._indices),
-            )
+            self._no_counts = torch.zeros_like(self._counts)
+            self._no_indices = torch.zeros_like(self._indices)
             self.block_mask = self._block_mask(capacity)
         self.update(queries)
 

@@ -12,6 +12,7 @@
 #include "base/align.h"
 #include "base/descriptor.h"
 #include "base/errors.h"
+#include "base/make_node.h"
 #include "base/process.h"
 #include "driver/cuda_calls.h"
 #include "driver/cuda_copies.h"
@@ -86,11 +87,7 @@ class CudaDriver final : public Driver {
     return streams_;
   }
   void back_holes(std::span<const Address> pages);
-  // The record of a handle, allocated before the call that makes it.
-  static std::set<Handle>::node_type make_record() {
-    std::set<Handle> one{0};
-    return one.extract(one.begin());
-  }
+  // `record` was allocated before the call that made the handle.
   Handle enter(std::set<Handle>::node_type record, Handle handle) {
     record.value() = handle;
     const std::lock_guard lock(records_);
@@ -328,7 +325,7 @@ Handle CudaDriver::create(std::size_t) {
   refuse_in_forked_child("driver.create");
   const RelaxedCapture relaxed(cuda_, "create");
   CUmemGenericAllocationHandle handle = 0;
-  std::set<Handle>::node_type record = make_record();
+  auto record = make_node<std::set<Handle>>();
   const CUresult code = cuda_.call_at(cuda_.cuMemCreate, 0, traits_.page_size, &handle,
                                       traits_.page_size, &properties_, 0);
   if (code == CUDA_ERROR_OUT_OF_MEMORY) {
@@ -380,7 +377,7 @@ Handle CudaDriver::import_page(const ExportedPage& page, ExportKind kind) {
                          ? static_cast<void*>(fabric.data())
                          : reinterpret_cast<void*>(static_cast<std::intptr_t>(page.descriptor));
   CUmemGenericAllocationHandle handle = 0;
-  std::set<Handle>::node_type record = make_record();
+  auto record = make_node<std::set<Handle>>();
   cuda_.require_at(
       "import_page", cuda_.cuMemImportFromShareableHandle, 0, traits_.page_size, &handle, name,
       is_fabric ? CU_MEM_HANDLE_TYPE_FABRIC : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/align.h"
+#include "base/make_node.h"
 
 namespace vtensor {
 
@@ -34,11 +35,11 @@ Address CudaMappings::reserve(std::size_t pages) {
   // Alignments are powers of two: the largest that divides the page size.
   const std::size_t alignment = page_size_ & (~page_size_ + 1);
   CUdeviceptr range = 0;
-  Ranges made{{0, pages}};  // allocated before the call
+  auto record = make_node<Ranges>();  // allocated before the call
   cuda_.require_at("reserve", cuda_.cuMemAddressReserve, 0, *bytes, &range, *bytes, alignment, 0,
                    0);
-  auto record = made.extract(made.begin());
   record.key() = range;
+  record.mapped() = pages;
   const std::lock_guard lock(records_);
   ranges_.insert(std::move(record));
   return range;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/make_node.h"
 #include "base/sparse_array.h"
 
 namespace vtensor {
@@ -185,14 +186,10 @@ class AdjacentPlacement final : public Placement {
   static void leave(RunsBySize& all, std::size_t size, const HandleRun& run, Node& node) noexcept {
     node = all.extract({size, run.first});
   }
-  static Node make_node() {
-    RunsBySize one{{0, 0}};
-    return one.extract(one.begin());
-  }
   HandleRun& add_run(Handle first, std::size_t length) {
     HandleRun run{.first = first, .length = length, .open = true};
-    run.by_length = make_node();
-    run.by_spare = make_node();
+    run.by_length = make_node<RunsBySize>();
+    run.by_spare = make_node<RunsBySize>();
     return runs_.emplace(first, std::move(run)).first->second;
   }
 

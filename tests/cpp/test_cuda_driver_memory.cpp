@@ -1,12 +1,10 @@
 // Calls of the CUDA driver of which the n-th allocation is refused, for every n: each leaves what
 // was there, and no memory of the device that nothing knows of (I8, I14).
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <dlfcn.h>
 #include <doctest/doctest.h>
 
 #include <array>
 #include <cstddef>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <new>
@@ -14,32 +12,9 @@
 #include <utility>
 
 #include "base/descriptor.h"
+#include "cpp/refused_allocations.h"
 #include "driver/driver.h"
 #include "simcuda/client.h"
-
-namespace {
-
-// Allocations of this thread before one is refused; below 0 none is.
-thread_local long allowed = -1;
-
-// The simulation's own allocations are none of the driver's: it is another library.
-bool is_ours(const void* caller) {
-  Dl_info of_caller, ours;
-  return dladdr(caller, &of_caller) != 0 &&
-         dladdr(reinterpret_cast<const void*>(&is_ours), &ours) != 0 &&
-         of_caller.dli_fbase == ours.dli_fbase;
-}
-
-}  // namespace
-
-void* operator new(std::size_t bytes) {
-  const bool refused = allowed >= 0 && is_ours(__builtin_return_address(0)) && allowed-- == 0;
-  void* const at = refused ? nullptr : std::malloc(bytes);
-  if (at == nullptr) throw std::bad_alloc();
-  return at;
-}
-void operator delete(void* at) noexcept { std::free(at); }
-void operator delete(void* at, std::size_t) noexcept { std::free(at); }
 
 namespace vtensor {
 namespace {

@@ -6,7 +6,6 @@
 #include <array>
 #include <chrono>
 #include <cstddef>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <new>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "arena/arena.h"
+#include "cpp/refused_allocations.h"
 #include "cpp/slot_cache_bench.h"
 #include "heap/heap.h"
 #include "kv/slot_cache.h"
@@ -23,38 +23,6 @@
 #include "policy/sleep.h"
 #include "tensor/buffer.h"
 #include "tensor/sharing.h"
-
-namespace {
-
-extern "C" const char __executable_start, etext;  // of the linker
-
-// Allocations of this thread before one is refused; below 0 none is. Those of the simulated libcuda
-// and of other libraries do not count.
-thread_local long allowed = -1;
-
-void* allocate(std::size_t bytes, std::size_t alignment, const void* caller) {
-  const bool ours = caller >= &__executable_start && caller < &etext;
-  const bool refused = ours && allowed == 0;
-  if (ours && allowed >= 0) --allowed;
-  void* const at = refused
-                       ? nullptr
-                       : std::aligned_alloc(alignment, (bytes + alignment) / alignment * alignment);
-  if (at == nullptr) throw std::bad_alloc();
-  return at;
-}
-
-}  // namespace
-
-[[gnu::noinline]] void* operator new(std::size_t bytes) {
-  return allocate(bytes, alignof(std::max_align_t), __builtin_return_address(0));
-}
-[[gnu::noinline]] void* operator new(std::size_t bytes, std::align_val_t alignment) {
-  return allocate(bytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
-}
-void operator delete(void* at) noexcept { std::free(at); }
-void operator delete(void* at, std::size_t) noexcept { std::free(at); }
-void operator delete(void* at, std::align_val_t) noexcept { std::free(at); }
-void operator delete(void* at, std::size_t, std::align_val_t) noexcept { std::free(at); }
 
 namespace vtensor {
 namespace {

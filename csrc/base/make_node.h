@@ -1,0 +1,13 @@
+// A node of a set or a map, made before what it is to record: then recording needs no memory.
+#pragma once
+
+namespace vtensor {
+
+template <typename Container>
+typename Container::node_type make_node() {
+  Container one;
+  one.emplace();
+  return one.extract(one.begin());
+}
+
+}  // namespace vtensor
