@@ -14,10 +14,11 @@ struct DataType {
   std::uint8_t code;
   std::uint8_t bits;
   std::uint16_t lanes;
+  friend bool operator==(const DataType&, const DataType&) = default;
 };
 inline constexpr DataType kUint8{1, 8, 1};
-// A value of DataType::code.
-inline constexpr std::uint8_t kInt = 0;
+// Values of DataType::code.
+inline constexpr std::uint8_t kInt = 0, kComplex = 5;
 
 struct Tensor {
   void* data;

@@ -331,18 +331,21 @@ void TensorCore::append(nb::handle self, nb::handle source) {
   TorchBridge& torch = TorchBridge::get();
   const Operation operation(*this, name, self);
   if (!torch.is_tensor(source)) refuse(name, "need a torch.Tensor: torch.as_tensor(x) makes one");
-  if (nb::object dtype = nb::getattr(source, "dtype"); !dtype.is(spec_.dtype))
-    refuse(name, "the tensor holds ", text(spec_.dtype), ", the source ", text(dtype),
-           ": convert it with x.to(t.dtype)");
-  TensorFacts from;
+  TensorFacts& from = source_;
   if (!torch.read(source, from))
     refuse(name, "the source is not strided: make it dense with x.to_dense()");
+  // Asking torch for an attribute costs as much as reading all the facts.
+  if (!from.has_dtype_of(torch_.facts())) {
+    if (nb::object dtype = nb::getattr(source, "dtype"); !dtype.is(spec_.dtype))
+      refuse(name, "the tensor holds ", text(spec_.dtype), ", the source ", text(dtype),
+             ": convert it with x.to(t.dtype)");
+  }
   bool fits = from.shape.size() == spec_.sizes.size();
   for (std::size_t dim = 0; fits && dim < from.shape.size(); ++dim)
     fits = dim == spec_.grow_dim || from.shape[dim] == spec_.sizes[dim];
   if (!fits)
     refuse(name, "the source has shape ", shape_text(from.shape), ", the tensor ",
-           shape_text(torch_.shape()), ": all but dimension ", spec_.grow_dim, " must agree");
+           shape_text(torch_.facts().shape), ": all but dimension ", spec_.grow_dim, " must agree");
   if (!(from.device == buffer_->pool()->traits().device))
     refuse(name, "the tensor is on ", text(spec_.device), ", the source on ",
            text(nb::getattr(source, "device")), ": move it with x.to(t.device)");
@@ -356,8 +359,8 @@ void TensorCore::append(nb::handle self, nb::handle source) {
              "under torch.no_grad()");
     kept = torch.detach(source);
   }
-  const bool resolved =
-      torch.is_plain(source) && !torch.is_negative(source) && !torch.is_conjugate(source);
+  const bool resolved = torch.is_plain(source) && !torch.is_negative(source) &&
+                        !(from.may_be_complex() && torch.is_conjugate(source));
   const auto n = static_cast<std::size_t>(from.shape[spec_.grow_dim]);
   const auto source_at = reinterpret_cast<Address>(from.data);
   if (source_at - buffer_->range().base() < buffer_->range().bytes()) {

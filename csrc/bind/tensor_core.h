@@ -115,6 +115,7 @@ class TensorCore {
   std::shared_ptr<Buffer> buffer_;  // null once closed
   TensorSpec spec_;
   TorchStorage torch_{spec_};
+  TensorFacts source_;  // of the last append; kept for its memory
   Interval positions_;
   std::size_t stale_until_ = 0;     // positions below this may hold bytes that growth must not show
   bool may_copy_on_write_ = false;  // whether a page may be shared and a write to it fault

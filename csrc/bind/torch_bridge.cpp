@@ -77,6 +77,7 @@ bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
   if (dlpack::Tensor seen; borrow(tensor, seen)) {
     facts.data = static_cast<char*>(seen.data) + seen.byte_offset;
     facts.item_bytes = seen.dtype.bits / 8;
+    facts.dtype = seen.dtype;
     facts.device = seen.device;
     facts.shape.assign(seen.shape, seen.shape + seen.ndim);
     facts.strides.assign(seen.strides, seen.strides + seen.ndim);
@@ -87,6 +88,7 @@ bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
   const auto type = nb::cast<std::string_view>(device.attr("type"));
   facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
   facts.item_bytes = nb::cast<std::size_t>(tensor.attr("itemsize"));
+  facts.dtype = {};
   facts.device.type = type == "cpu" ? 1 : type == "cuda" ? 2 : 0;
   facts.device.index = index.is_none() ? 0 : nb::cast<std::int32_t>(index);
   facts.shape = nb::cast<std::vector<std::int64_t>>(tensor.attr("shape"));

@@ -19,10 +19,11 @@ namespace vtensor::bind {
 
 namespace nb = nanobind;
 
-// The present address, device, item size, shape and strides of a torch tensor.
+// The present address, device, dtype, shape and strides of a torch tensor.
 struct TensorFacts {
   void* data = nullptr;
   std::size_t item_bytes = 0;
+  dlpack::DataType dtype{};  // zeros if DLPack has no number for it
   Device device{};
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;
@@ -30,6 +31,13 @@ struct TensorFacts {
   // A fake tensor has elements and none.
   bool has_memory() const {
     return data != nullptr || std::find(shape.begin(), shape.end(), 0) != shape.end();
+  }
+  // Whether the dtypes are one, as far as DLPack can tell.
+  bool has_dtype_of(const TensorFacts& other) const {
+    return dtype == other.dtype && !(dtype == dlpack::DataType{});
+  }
+  bool may_be_complex() const {
+    return dtype == dlpack::DataType{} || dtype.code == dlpack::kComplex;
   }
 };
 

@@ -36,7 +36,7 @@ void TorchStorage::set_strides(const Buffer& buffer) {
 }
 
 bool TorchStorage::is_set(nb::handle self, const Buffer& buffer, Interval positions) {
-  const auto& [data, item_bytes, device, shape, strides] = facts_;
+  const auto& [data, item_bytes, dtype, device, shape, strides] = facts_;
   if (!TorchBridge::get().read(self, facts_) || shape.size() != spec_.sizes.size()) return false;
   for (std::size_t dim = 0; dim < shape.size(); ++dim) {
     const std::int64_t size = spec_.size(dim, positions.size());

@@ -37,8 +37,8 @@ class TorchStorage {
   void set_strides(const Buffer& buffer);
   // Whether torch has what was set last.
   bool is_set(nb::handle self, const Buffer& buffer, Interval positions);
-  // The shape that the last is_set() found.
-  const std::vector<std::int64_t>& shape() const { return facts_.shape; }
+  // What the last is_set() found.
+  const TensorFacts& facts() const { return facts_; }
 
   // Publishes a generation over the positions, and sets it as the tensor's storage.
   void publish(nb::handle self, Buffer& buffer, Interval positions);
