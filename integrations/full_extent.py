@@ -41,10 +41,14 @@ class FullExtent:
             raise InvalidArgument(
                 f"[FullExtent] a {type(owner).__name__}: give the VTensor itself, not a view"
             )
+        if owner.capacity == 0:
+            raise InvalidArgument(
+                "[FullExtent] the VTensor has a capacity of 0: make it with a larger capacity="
+            )
         self.owner = owner
         self._covered = self._length = -1
         self._address = owner.address
-        self.cover(min(1, owner.capacity))  # because a live storage keeps the range reserved
+        self.cover(1)  # because a live storage keeps the range reserved
         with torch.inference_mode(False):  # code outside that mode could not write to it
             self.tensor = _over(owner, self._held)
 
@@ -110,7 +114,7 @@ class _Bytes:
 def _over(owner: VTensor, keeps: torch.Tensor) -> torch.Tensor:
     """Positions 0 to ``capacity`` of ``owner`` as a plain tensor that keeps ``keeps`` alive."""
     sizes = [owner.capacity if d == owner.grow_dim else n for d, n in enumerate(owner.shape)]
-    elements = 1 + sum((n - 1) * s for n, s in zip(sizes, owner.stride(), strict=True)) if all(sizes) else 0
+    elements = 1 + sum((n - 1) * s for n, s in zip(sizes, owner.stride(), strict=True))
     nbytes = elements * owner.element_size()
     if owner.device.type == "cuda":
         memory = _Bytes(owner.address, nbytes, keeps)

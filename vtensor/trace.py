@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from vtensor import _core
 from vtensor._base.arguments import integer
+from vtensor._base.quantile import quantile
 from vtensor._base.terminal import aligned
 from vtensor.errors import InvalidArgument, VTensorError
 
@@ -352,8 +353,8 @@ def _summary(events: Iterable[Event], dropped: int) -> str:
                 role,
                 f"{len(group):,}",
                 f"{sum(times) / 1e6:,.3f}",
-                f"{_quantile(times, 0.5) / 1e3:,.2f}",
-                f"{_quantile(times, 0.99) / 1e3:,.2f}",
+                f"{quantile(times, 0.5) / 1e3:,.2f}",
+                f"{quantile(times, 0.99) / 1e3:,.2f}",
                 f"{sum(event.nbytes for event in group):,}",
             )
         )
@@ -361,11 +362,3 @@ def _summary(events: Iterable[Event], dropped: int) -> str:
     if dropped:
         lines.append(f"{dropped:,} older events were dropped: record(capacity=) keeps more")
     return "\n".join(lines)
-
-
-def _quantile(ordered: Sequence[int], q: float) -> float:
-    """The quantile by linear interpolation: type 7 of Hyndman and Fan, 1996."""
-    at = q * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

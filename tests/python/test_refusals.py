@@ -224,12 +224,13 @@ request(prompt=[]) -> at least one
 request(salt=<['tenant'] | None>) -> give a string
 request(<max_new_tokens | samples>=<2.5 | None>) -> whole number
 request(<max_new_tokens | samples>=0) -> at least one
-request(stop=<None | {'stop'}>) -> set of token ids
+request(stop=None) -> set of token ids
+request(stop=<{'stop'} | {-1} | {2**63} | [1.5]>) -> token id
 request(id=[1]) -> hashable
 Promises(tpot=<0 | -1 | math.inf | math.nan | 'soon' | None | [1]>) -> [Promises] tpot
 Promises(1.0, ttft=<0 | -1 | math.inf | math.nan>) -> [Promises] ttft is
 Promises(1.0, slower=<-0.1 | math.inf | math.nan | 'much'>) -> [Promises] slower
-LengthHistogram(<0 | -1 | math.nan>) -> [LengthHistogram] first is
+LengthHistogram(<0 | -1 | 1.5 | math.nan>) -> [LengthHistogram] first is
 """
 NO_REMEDY = "in the arena|there is no block|one block, of at least one part|positions 5 to"  # is to be told
 VALUES = {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from vtensor._base.quantile import quantile
 from vtensor.errors import InvalidArgument, TimedOut
 from vtensor.kv import KVCache
 from vtensor.replay.baselines import ReplayCache
@@ -356,13 +357,13 @@ class _Replay:
             copied_bytes=self.copied_bytes,
             calls_caller=made["caller"],
             calls_mapper=made["mapper"],
-            delay_p50=_quantile(delays, 0.50),
-            delay_p99=_quantile(delays, 0.99),
-            ttft_p50=_quantile(ttfts, 0.50),
-            ttft_p99=_quantile(ttfts, 0.99),
+            delay_p50=quantile(delays, 0.50),
+            delay_p99=quantile(delays, 0.99),
+            ttft_p50=quantile(ttfts, 0.50),
+            ttft_p99=quantile(ttfts, 0.99),
             tpot_mean=sum(tpots) / len(tpots) if tpots else 0.0,
-            tpot_p50=_quantile(tpots, 0.50),
-            tpot_p99=_quantile(tpots, 0.99),
+            tpot_p50=quantile(tpots, 0.50),
+            tpot_p99=quantile(tpots, 0.99),
             slo_ttft=self.slo_ttft,
             slo_tpot=self.slo_tpot,
             broken=self.broken + failed,
@@ -379,8 +380,3 @@ def _row_of(group: SampleGroup) -> int:
     index = group.request.id
     assert isinstance(index, int)
     return index
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The quantile by the nearest rank; 0 if there are no values."""
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import abc
 
-from vtensor._base.arguments import number
+from vtensor._base.arguments import integer, number
 from vtensor.errors import InvalidArgument
 from vtensor.serving.requests import SampleGroup
 
@@ -35,7 +35,7 @@ class LengthHistogram:
     """
 
     def __init__(self, first: int = 128) -> None:
-        if not first >= 1:
+        if (first := integer("LengthHistogram", "first", first)) < 1:
             raise InvalidArgument(f"[LengthHistogram] first is {first}: give at least 1 token")
         self._counts, self._sums = [0] * _BINS, [0] * _BINS
         self._longer = [0.0] * _BINS  # for each bin, the mean of the lengths in the bins after it

@@ -70,9 +70,10 @@ class Request:
         if not isinstance(self.prompt, int):
             object.__setattr__(self, "prompt", self._checked_prompt(self.prompt))
         try:
-            object.__setattr__(self, "stop", frozenset(map(index, self.stop)))
+            stop = frozenset(token_id("Request", token) for token in self.stop)
         except TypeError:
             raise self._wrong("stop", self.stop, "give a set of token ids") from None
+        object.__setattr__(self, "stop", stop)
         numbers = {"max_new_tokens": self.max_new_tokens, "samples": self.samples}
         for name, number in numbers.items():
             try:
