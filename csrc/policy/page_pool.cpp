@@ -123,15 +123,17 @@ int PagePool::open_for_readers(const char* operation) {
 }
 
 void PagePool::export_pages(const PageMessage& asked, PageMessage& answer) {
-  answer.kind = traits().exports;
-  if (asked.handles.empty()) return await_work("reader");
+  answer.content.kind = traits().exports;
+  const std::span handles = std::span(asked.content.handles).first(asked.content.count);
+  if (handles.empty()) return await_work("reader");
   {
     const PoolLock lock(shared_from_this());
-    if (!(asked.memory == shared_.memory()))
+    if (!(asked.content.memory == shared_.memory()))
       throw InvalidArgument("[reader] pages of another pool were asked for");
   }
-  answer.pages.reserve(asked.handles.size());
-  for (const Handle handle : asked.handles) answer.pages.push_back(driver_->export_page(handle));
+  answer.pages.reserve(handles.size());
+  for (const Handle handle : handles) answer.pages.push_back(driver_->export_page(handle));
+  answer.content.count = asked.content.count;
 }
 
 void PagePool::await_work(const char* operation) {

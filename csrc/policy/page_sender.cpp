@@ -83,18 +83,16 @@ bool PageSender::serve(PageSocket& socket, const std::weak_ptr<PagePool>& weak) 
   const std::shared_ptr<PagePool> pool = weak.lock();
   if (!pool) return false;
   PageMessage answer;
-  answer.number = asked->number;
+  answer.content.number = asked->content.number;
   try {
     pool->export_pages(*asked, answer);
   } catch (const std::exception& refusal) {
-    answer.close_pages();
-    answer.refusal = refusal.what();
+    answer.refuse(refusal.what());
   }
   const int error = socket.send(answer);
   if (error == 0 || answer.pages.empty()) return error == 0;
-  answer.close_pages();
-  answer.refusal = "the system does not send the descriptors (" + errno_name(error) +
-                   "): raise the limit on them (ulimit -n) in the writer, and sync again";
+  answer.refuse("the system does not send the descriptors (" + errno_name(error) +
+                "): raise the limit on them (ulimit -n) in the writer, and sync again");
   return socket.send(answer) == 0;
 }
 

@@ -3,8 +3,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 
@@ -14,25 +12,7 @@ namespace vtensor {
 
 namespace {
 
-constexpr std::size_t kMostText = 1000;
-
-// What a message begins with. Handles, the bytes of fabric handles or a text follow.
-struct Head {
-  std::uint64_t number;
-  FileId memory;
-  std::uint32_t handles, pages, text;  // how many follow
-  ExportKind kind;
-};
-using Fabric = decltype(ExportedPage::fabric);
-
-constexpr std::size_t kMostBytes = sizeof(Head) + PageMessage::kMost * sizeof(Fabric) + kMostText;
 constexpr std::size_t kMostControl = CMSG_SPACE(PageMessage::kMost * sizeof(int));
-
-template <typename T>
-void append(std::vector<std::byte>& bytes, const T* from, std::size_t n) {
-  const auto* const first = reinterpret_cast<const std::byte*>(from);
-  bytes.insert(bytes.end(), first, first + n * sizeof(T));
-}
 
 // Adds the descriptors that came with a message.
 void take_descriptors(const msghdr& message, std::vector<ExportedPage>& pages) {
@@ -56,6 +36,13 @@ void PageMessage::close_pages() noexcept {
   pages.clear();
 }
 
+void PageMessage::refuse(std::string_view why) noexcept {
+  close_pages();
+  content.count = 0;
+  content.refusal.fill(0);
+  why.copy(content.refusal.data(), content.refusal.size() - 1);
+}
+
 PageSocket::PageSocket(CallMeter& meter, const char* operation, Descriptor& other) {
   make_call(meter, operation, Call::socketpair, EMFILE, "a socket for a reader",
             "raise the limit on descriptors (ulimit -n), or close files",
@@ -64,50 +51,34 @@ PageSocket::PageSocket(CallMeter& meter, const char* operation, Descriptor& othe
 
 bool PageSocket::is_end(int error) { return error == EPIPE || error == ECONNRESET; }
 
-int PageSocket::send(const PageMessage& message) {
-  const std::size_t text = std::min(message.refusal.size(), kMostText);
-  const Head head{.number = message.number,
-                  .memory = message.memory,
-                  .handles = static_cast<std::uint32_t>(message.handles.size()),
-                  .pages = static_cast<std::uint32_t>(message.pages.size()),
-                  .text = static_cast<std::uint32_t>(text),
-                  .kind = message.kind};
-  std::vector<std::byte> bytes;
-  append(bytes, &head, 1);
-  append(bytes, message.handles.data(), message.handles.size());
-  append(bytes, message.refusal.data(), text);
-  std::vector<int> descriptors;
-  for (const ExportedPage& page : message.pages) {
-    if (message.kind == ExportKind::fabric) {
-      append(bytes, &page.fabric, 1);
-    } else {
-      descriptors.push_back(page.descriptor);
-    }
-  }
-  iovec part{.iov_base = bytes.data(), .iov_len = bytes.size()};
+int PageSocket::send(PageMessage& message) {
+  iovec part{.iov_base = &message.content, .iov_len = sizeof message.content};
   msghdr sent{};
   sent.msg_iov = &part;
   sent.msg_iovlen = 1;
   alignas(cmsghdr) std::array<std::byte, kMostControl> control{};
-  if (!descriptors.empty()) {
-    const std::size_t size = descriptors.size() * sizeof(int);
+  if (message.content.kind == ExportKind::fabric) {
+    for (std::size_t i = 0; i < message.pages.size(); ++i)
+      message.content.fabrics[i] = message.pages[i].fabric;
+  } else if (const std::size_t size = message.pages.size() * sizeof(int)) {
     sent.msg_control = control.data();
     sent.msg_controllen = CMSG_SPACE(size);
     cmsghdr* const rights = CMSG_FIRSTHDR(&sent);
     rights->cmsg_level = SOL_SOCKET;
     rights->cmsg_type = SCM_RIGHTS;
     rights->cmsg_len = CMSG_LEN(size);
-    std::memcpy(CMSG_DATA(rights), descriptors.data(), size);
+    for (std::size_t i = 0; i < message.pages.size(); ++i)
+      std::memcpy(CMSG_DATA(rights) + i * sizeof(int), &message.pages[i].descriptor, sizeof(int));
   }
   return sendmsg(descriptor(), &sent, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 ? 0 : errno;
 }
 
 std::optional<PageMessage> PageSocket::receive(bool& ended) {
   PageMessage message;
+  PageMessage::Content& content = message.content;
   message.pages.reserve(PageMessage::kMost);  // no descriptor is lost for lack of memory
-  std::array<std::byte, kMostBytes> bytes;
   alignas(cmsghdr) std::array<std::byte, kMostControl> control;
-  iovec part{.iov_base = bytes.data(), .iov_len = bytes.size()};
+  iovec part{.iov_base = &content, .iov_len = sizeof content};
   msghdr got{};
   got.msg_iov = &part;
   got.msg_iovlen = 1;
@@ -116,38 +87,19 @@ std::optional<PageMessage> PageSocket::receive(bool& ended) {
   const ssize_t size = recvmsg(descriptor(), &got, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (size < 0 && (errno == EAGAIN || errno == EINTR)) return std::nullopt;
   if (size >= 0) take_descriptors(got, message.pages);  // an empty message may have some too
-  Head head{};
-  ended = true;
-  if (size < static_cast<ssize_t>(sizeof head) || (got.msg_flags & MSG_TRUNC) != 0)
-    return std::nullopt;
-  std::memcpy(&head, bytes.data(), sizeof head);
-  message.number = head.number;
+  ended = size != sizeof content || (got.msg_flags & MSG_TRUNC) != 0 ||
+          content.count > PageMessage::kMost || content.refusal.back() != 0;
+  if (ended) return std::nullopt;
   if ((got.msg_flags & MSG_CTRUNC) != 0) {
-    ended = false;
-    message.close_pages();
-    message.refusal = "this process may open no more descriptors: raise the limit (ulimit -n)";
+    message.refuse("this process may open no more descriptors: raise the limit (ulimit -n)");
     return message;
   }
-  const bool fabric = head.kind == ExportKind::fabric;
-  const std::size_t fabrics = fabric ? head.pages : 0;
-  if (head.handles > PageMessage::kMost || head.pages > PageMessage::kMost ||
-      head.text > kMostText || message.pages.size() != head.pages - fabrics ||
-      static_cast<std::size_t>(size) !=
-          sizeof head + head.handles * sizeof(Handle) + head.text + fabrics * sizeof(Fabric))
-    return std::nullopt;
-  ended = false;
-  const std::byte* at = bytes.data() + sizeof head;
-  message.memory = head.memory;
-  message.kind = head.kind;
-  message.handles.resize(head.handles);
-  std::copy_n(at, head.handles * sizeof(Handle),
-              reinterpret_cast<std::byte*>(message.handles.data()));
-  at += head.handles * sizeof(Handle);
-  message.refusal.assign(reinterpret_cast<const char*>(at), head.text);
-  at += head.text;
-  message.pages.resize(head.pages);
-  for (std::size_t i = 0; i < fabrics; ++i, at += sizeof(Fabric))
-    std::memcpy(&message.pages[i].fabric, at, sizeof(Fabric));
+  ended = message.pages.size() != (content.kind == ExportKind::descriptors ? content.count : 0);
+  if (ended) return std::nullopt;
+  if (content.kind == ExportKind::fabric) {
+    for (std::size_t i = 0; i < content.count; ++i)
+      message.pages.push_back({.fabric = content.fabrics[i]});
+  }
   return message;
 }
 

@@ -2,10 +2,11 @@
 // descriptor (SCM_RIGHTS), or the bytes of a fabric handle. Neither end waits in it.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/calls.h"
@@ -20,17 +21,26 @@ namespace vtensor {
 struct PageMessage {
   static constexpr std::size_t kMost = 128;  // pages; the kernel passes at most 253 descriptors
 
-  std::uint64_t number = 0;  // of the question
-  FileId memory;             // that is asked for
-  std::vector<Handle> handles;
-  ExportKind kind = ExportKind::none;  // of the pages of an answer
-  std::vector<ExportedPage> pages;     // the message closes their descriptors
-  std::string refusal;
+  // As it is sent, whole.
+  struct Content {
+    std::uint64_t number;  // of the question
+    FileId memory;         // that is asked for
+    std::uint32_t count;   // of handles, or of pages that come
+    ExportKind kind;       // of the pages of an answer
+    std::array<Handle, kMost> handles;
+    std::array<decltype(ExportedPage::fabric), kMost> fabrics;
+    std::array<char, 1000> refusal;  // ends with a zero
+  } content{};
+  std::vector<ExportedPage> pages;  // the message closes their descriptors
 
   PageMessage() = default;
   PageMessage(PageMessage&& other) = default;
   PageMessage& operator=(PageMessage&&) = delete;
   ~PageMessage() { close_pages(); }
+  // Says why there are no pages.
+  void refuse(std::string_view why) noexcept;
+
+ private:
   void close_pages() noexcept;
 };
 
@@ -43,7 +53,7 @@ class PageSocket {
 
   int descriptor() const { return file_.descriptor(); }
   // 0, or what the system refuses it with.
-  int send(const PageMessage& message);
+  int send(PageMessage& message);
   // Whether such a refusal says that the other end is gone.
   static bool is_end(int error);
   // The next message. None if there is none yet, or `ended` if none comes any more: the other end

@@ -118,9 +118,10 @@ PageMessage WriterMemory::ask(std::span<const Handle> theirs) {
                   "readable, and nothing more comes");
   };
   PageMessage question;
-  question.number = ++asked_;
-  question.memory = memory_;
-  question.handles.assign(theirs.begin(), theirs.end());
+  question.content.number = ++asked_;
+  question.content.memory = memory_;
+  question.content.count = static_cast<std::uint32_t>(theirs.size());
+  std::ranges::copy(theirs, question.content.handles.begin());
   const bool injected = driver_->meter().enter(Call::sendmsg);
   if (const int error = injected ? ENOBUFS : socket_->send(question)) {
     if (PageSocket::is_end(error)) throw ended();
@@ -131,10 +132,12 @@ PageMessage WriterMemory::ask(std::span<const Handle> theirs) {
     bool gone = false;
     std::optional<PageMessage> answer = socket_->receive(gone);
     if (gone) throw ended();
-    if (answer && answer->number == asked_) {
-      if (!answer->refusal.empty())
-        throw Error("[", kOperation, "] no pages came from the writer: ", answer->refusal);
-      if (answer->pages.size() != theirs.size() || answer->kind != exports_)
+    if (answer && answer->content.number == asked_) {
+      if (answer->content.refusal.front() != 0) {
+        throw Error("[", kOperation,
+                    "] no pages came from the writer: ", answer->content.refusal.data());
+      }
+      if (answer->pages.size() != theirs.size() || answer->content.kind != exports_)
         refuse_received("the writer's answer does not fit the question");
       return std::move(*answer);
     }

@@ -367,16 +367,20 @@ def test_what_is_no_socket_of_the_writer_is_refused(make_pool):
     core.close()
 
 
+# PageMessage::Content: number, device and inode of the memory, count, kind, handles, fabric handles, refusal.
+MESSAGE = struct.Struct("=QQQIBxxx1024s8192s1000s")
+
+
 def test_a_question_for_what_is_no_page_is_refused(make_pool):
     t = rows(make_pool(), 10)
     memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
     file = os.fstat(ranges[0])  # which names the memory
-    question = struct.pack("=QQQIIIBxxxQ", 7, file.st_dev, file.st_ino, 1, 0, 0, 0, 12345)
+    question = MESSAGE.pack(7, file.st_dev, file.st_ino, 1, 0, (12345).to_bytes(8, "little"), b"", b"")
     with socket.socket(fileno=memory) as asking:
         asking.settimeout(30)
         asking.send(question)
-        answer = asking.recv(2000)
-    assert struct.unpack_from("=Q", answer) == (7,) and b"12345 was asked for, which is no page" in answer
+        number, *_, refusal = MESSAGE.unpack(asking.recv(20_000))
+    assert number == 7 and b"12345 was asked for, which is no page" in refusal
     os.close(ranges[0])
 
 
@@ -411,22 +415,36 @@ def asked_by_a_reader(make_pool):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     core = _core.ReaderCore(theirs.detach(), ranges, 2, str(simcuda_library()))
     syncing = Beside(core.sync)
-    yield ours, ours.recv(10_000), syncing
+    yield ours, ours.recv(20_000), syncing
     ours.close()
     core.close()
 
 
-def test_an_answer_that_is_none_is_refused(asked_by_a_reader):
+NUMBERS = (1, 0, 0)
+LONG = b"x" * 1000
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"nonsense",
+        MESSAGE.pack(*NUMBERS, 129, 0, b"", b"", b""),  # more pages than a message has
+        MESSAGE.pack(*NUMBERS, 1, 2, b"", b"", b""),  # a descriptor that did not come
+        MESSAGE.pack(*NUMBERS, 0, 0, b"", b"", LONG),  # a text that does not end
+        MESSAGE.pack(*NUMBERS, 0, 0, b"", b"", b"") + b"and more",
+    ],
+)
+def test_an_answer_that_is_none_is_refused(asked_by_a_reader, answer):
     ours, _, syncing = asked_by_a_reader
-    ours.send(b"nonsense")
+    ours.send(answer)
     assert isinstance(syncing.ends(), vtensor.Closed)
 
 
 def test_an_answer_to_an_older_question_is_passed_over(asked_by_a_reader):
     ours, question, syncing = asked_by_a_reader
-    (number,) = struct.unpack_from("=Q", question)
+    number, *_ = MESSAGE.unpack(question)
     for answered, text in ((number - 1, b"late"), (number, b"now")):
-        ours.send(struct.pack("=QQQIIIBxxx", answered, 0, 0, 0, 0, len(text), 0) + text)
+        ours.send(MESSAGE.pack(answered, 0, 0, 0, 0, b"", b"", text))
     assert str(syncing.ends()).endswith("no pages came from the writer: now")
 
 
