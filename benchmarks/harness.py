@@ -214,11 +214,3 @@ def count(
 ) -> Figure:
     """One number: the same in every run, unless it is not `counted`."""
     return Figure(name, against, unit, Spread(value, value, value), bar=bar, counted=counted)
-
-
-def within_control(ratios_of_copies: Sequence[float]) -> Bar:
-    """At most what two copies of the baseline differ by: 9 pairs in 10 differ by less.
-
-    Which copy is called the first is arbitrary, so each ratio stands for its inverse as well.
-    """
-    return Bar(quantile(sorted(max(r, 1 / r) for r in ratios_of_copies), 0.9))

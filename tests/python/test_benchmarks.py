@@ -57,13 +57,6 @@ def test_a_bar_is_held_by_its_limit_and_judges_the_median():
     assert Figure("", "", "x", spread).passed is None
 
 
-def test_a_control_gives_the_bar_whichever_copy_is_called_the_first():
-    assert harness.within_control([1.0] * 10).limit == 1
-    assert harness.within_control([0.5] * 10).limit == harness.within_control([2.0] * 10).limit == 2
-    # 9 in 10 pairs of copies differ by less.
-    assert harness.within_control([1.0 + i / 100 for i in range(11)]).limit == pytest.approx(1.09)
-
-
 def test_samples_are_interleaved_in_changing_order():
     order: list[str] = []
 
