@@ -13,10 +13,11 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from vtensor.replay import (
     Result,
@@ -30,6 +31,10 @@ from vtensor.replay import (
     read_trace,
     replay,
 )
+
+from .report import to_json
+
+Points = list[dict[str, Any]]
 
 MODEL, PAGE, SLOTS = "llama-3-8b", 2 << 20, 256
 WAYS = {  # policy, and color of its line
@@ -129,7 +134,7 @@ def figures(result: Result) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------- the sweep
 
 
-def sweep(points: list[Point], requests: int) -> Iterator[dict[str, object]]:
+def sweep(points: list[Point], requests: int) -> Iterator[dict[str, Any]]:
     """Each point, served first come first served, by LayerKV, and first come with memory for all. Without
     look-ahead, whose thread works in real time, each run gives the same figures."""
     ample: dict[tuple[int, int, float], Result] = {}
@@ -171,35 +176,32 @@ def verdict(
     return {"ttft": ttft, "tpot": tpot, **worse, "memory_short": short, "better": ttft <= 1 / BETTER}
 
 
-def sweep_picture(points: list[dict[str, float]], path: Path) -> None:
+def sweep_picture(points: Points, path: Path) -> None:
     """A panel for each load and memory; in each, prompts over answers, colored by the times to the first
     token."""
+    import pandas
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8.4), layout="constrained")
     panels = figure.subplots(len(LOADS), len(MEMORY), sharex=True, sharey=True)
-    for row, column in product(range(len(LOADS)), range(len(MEMORY))):
-        axis = panels[row][column]
-        values = [[math.nan] * len(ANSWERS) for _ in PROMPTS]
-        for point in points:
-            if (point["load"], point["memory"]) != (LOADS[row], MEMORY[column]):
-                continue
-            x, y = ANSWERS.index(int(point["answer"])), PROMPTS.index(int(point["prompt"]))
-            values[y][x] = point["ttft"]
-            text = f"{point['ttft']:.2f}\n{point['tpot']:.2f}"
-            color = "white" if point["ttft"] < 0.35 else "black"
+    frame = pandas.DataFrame(points)
+    for axis, (load, memory) in zip(panels.flat, product(LOADS, MEMORY), strict=True):
+        cells = frame[(frame["load"] == load) & (frame["memory"] == memory)]
+        grid = cells.pivot(index="prompt", columns="answer", values="ttft").reindex(PROMPTS, columns=ANSWERS)
+        norm = LogNorm(1 / 4, 4)
+        image = axis.imshow(grid, norm=norm, cmap="RdYlBu_r", origin="lower", aspect="auto")
+        for cell in cells.itertuples():
+            x, y = ANSWERS.index(cell.answer), PROMPTS.index(cell.prompt)
+            text, color = f"{cell.ttft:.2f}\n{cell.tpot:.2f}", "white" if cell.ttft < 0.35 else "black"
             axis.text(x, y, text, ha="center", va="center", fontsize=8, color=color)
-            if not point["memory_short"]:
+            if not cell.memory_short:
                 axis.plot([x - 0.5, x + 0.5], [y - 0.5, y + 0.5], color="#8a959b", linewidth=0.8)
-        image = axis.imshow(values, norm=LogNorm(1 / 4, 4), cmap="RdYlBu_r", origin="lower", aspect="auto")
         axis.set_xticks(range(len(ANSWERS)), [f"{answer}" for answer in ANSWERS])
         axis.set_yticks(range(len(PROMPTS)), [f"{prompt:,}" for prompt in PROMPTS])
-        axis.set_title(f"load {LOADS[row]:g}, memory {MEMORY[column]:g} of need", fontsize=9)
-    for axis in panels[-1]:
-        axis.set_xlabel("answer, tokens")
-    for axis in panels[:, 0]:
-        axis.set_ylabel("prompt, tokens")
+        axis.set_title(f"load {load:g}, memory {memory:g} of need", fontsize=9)
+        axis.set(xlabel="answer, tokens", ylabel="prompt, tokens")
+        axis.label_outer()
     bar = figure.colorbar(image, ax=panels, ticks=(0.25, 0.5, 1, 2, 4), format="%g")
     bar.set_label("time to the first token, 99th percentile: LayerKV / first come")
     bar.minorticks_off()
@@ -214,12 +216,12 @@ def sweep_picture(points: list[dict[str, float]], path: Path) -> None:
 def run_sweep(options: argparse.Namespace) -> None:
     points = [Point(*each) for each in product(PROMPTS, ANSWERS, MEMORY, LOADS)]
     points.sort(key=lambda point: (point.prompt, point.answer, point.load))
-    done: list[dict[str, object]] = []
+    chosen = points[:: options.every]
+    done: Points = []
     print(f"{'prompt':>7}{'answer':>7}{'memory':>7}{'load':>5}{'ttft p99':>18}{'tpot':>18}{'broken':>16}")
-    for point in sweep(points[:: options.every], options.requests):
+    for point in sweep(chosen, options.requests):
         done.append(point)
         first, ours = point["first_come"], point["layerkv"]
-        assert isinstance(first, dict) and isinstance(ours, dict)
         missed = " ".join(name for name in point if name.endswith("_worse") and point[name])
         print(
             f"{point['prompt']:7,}{point['answer']:7}{point['memory']:7}{point['load']:5}"
@@ -227,101 +229,89 @@ def run_sweep(options: argparse.Namespace) -> None:
             f"{ours['tpot_mean'] * 1e3:7.1f} ms{first['broken']:8.1%}{ours['broken']:8.1%}  {missed}",
             flush=True,
         )
-        print(f"{len(done)} of {len(points[:: options.every])}", end="\r", file=sys.stderr, flush=True)
-    print(summary(done))
-    if options.json:
-        settings = json.dumps(
-            {"model": MODEL, "requests": options.requests, "worse": WORSE, "better": BETTER}
-        )
-        lines = ",\n".join(json.dumps(rounded(point)) for point in done)  # a line for each point
-        options.json.write_text(f'{{"settings": {settings}, "points": [\n{lines}\n]}}\n')
-    if options.plot:
-        sweep_picture(done, options.plot)  # type: ignore[arg-type]
-
-
-def summary(points: list[dict[str, object]]) -> str:
-    short = [point for point in points if point["memory_short"]]
-    lines = [f"{len(points)} points; memory is what is short at {len(short)}"]
-    lines.append(f"at least {BETTER:g} times earlier: {sum(bool(point['better']) for point in points)}")
+        print(f"{len(done)} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
+    short = sum(point["memory_short"] for point in done)
+    print(f"{len(done)} points; memory is what is short at {short}")
+    print(f"at least {BETTER:g} times earlier: {sum(point['better'] for point in done)}")
     for bar in ("ttft_worse", "tpot_worse", "broken_worse", "calls_worse"):
-        lines.append(f"{bar}: {sum(bool(point[bar]) for point in points)}")
-    return "\n".join(lines)
+        print(f"{bar}: {sum(point[bar] for point in done)}")
+    settings = {"model": MODEL, "requests": options.requests, "worse": WORSE, "better": BETTER}
+    save(options.json, {"settings": settings, "points": done})
+    if options.plot:
+        sweep_picture(done, options.plot)
 
 
-def rounded(value: object) -> object:
-    """Figures with four digits, so that a result stays readable."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
+def save(path: Path | None, result: dict[str, Any]) -> None:
+    """Where a file is named: with a line for each point, and four digits, so that it stays readable."""
+    if path is not None:
+        rounded = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.4g}"))
+        path.write_text(to_json(rounded, levels=2) + "\n")
 
 
-# ------------------------------------------------------------------------------------- a recorded trace
+# ------------------------------------------------------------------------------------------ rising rates
 
 
-def picture(figures: dict[str, list[dict[str, float]]], path: Path, title: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    axes = figure.subplots(1, 3)
-    for way, points in figures.items():
-        _, color = WAYS[way]
-        speeds = [point["speed"] for point in points]
-        for axis, key, scale in zip(axes, ("ttft_p99", "tpot_mean", "broken"), (1, 1e3, 100), strict=True):
-            values = [point[key] * scale for point in points]
-            axis.plot(speeds, values, label=way, color=color, marker=".")
-    axes[0].set(title="time to first token, 99th percentile (s)", yscale="log")
-    axes[1].set(title="time per later token, mean (ms)", yscale="log")
-    axes[2].set(title="broken promises (%)", ylim=(0, 100))
-    axes[0].legend(frameon=False, fontsize=8)
-    for axis in axes:
-        axis.set_xlabel("requests come so many times as fast as recorded")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.3)
-    figure.suptitle(title, fontweight="bold")
-    figure.savefig(path, dpi=110)
+def run_at(
+    speeds: Iterable[float], ways: Iterable[str], rows: list[Row], memory: int, **options: float
+) -> Points:
+    """Serves the rows in each way, so many times as fast."""
+    found = []
+    print(f"{'speed':>5}  {'':11}{'ttft p50':>10}{'p99':>9}{'tpot':>10}{'p99':>9}{'broken':>8}{'calls':>8}")
+    for speed, way in product(speeds, ways):
+        each = figures(serve(rows, memory, WAYS[way][0], 32, speed=speed, **options))
+        found.append({"speed": speed, "way": way} | each)
+        print(
+            f"{speed:5.2f}  {way:11}{each['ttft_p50']:8.3f} s{each['ttft_p99']:7.2f} s"
+            f"{each['tpot_mean'] * 1e3:7.1f} ms{each['tpot_p99'] * 1e3:6.0f} ms{each['broken']:8.1%}"
+            f"{each['calls_a_request']:8.1f}",
+            flush=True,
+        )
+    return found
 
 
 def run_case(options: argparse.Namespace) -> None:
     """Long prompts and short answers, at rates at which the computation is what is short."""
-    found = []
-    for rate in (3.5, 4.0, 4.5):
-        rows = generate(2048, 28, rate, 1500)
-        first, ours = (figures(serve(rows, 4 << 30, policy, 32)) for policy in ("vtensor", "layerkv"))
-        found.append({"rate": rate, "first_come": first, "layerkv": ours})
-        for way, each in (("first come", first), ("LayerKV", ours)):
-            print(
-                f"{rate:4}/s {way:11}{each['ttft_p99']:7.2f} s{each['tpot_mean'] * 1e3:7.1f} ms"
-                f"{each['tpot_p99'] * 1e3:6.0f} ms{each['broken']:7.1%}{each['calls_a_request']:6.1f} calls",
-                flush=True,
-            )
-    if options.json:
-        options.json.write_text(json.dumps(rounded({"case": found}), indent=1) + "\n")
+    rows = generate(2048, 28, 1.0, 1500)
+    save(options.json, {"points": run_at((3.5, 4.0, 4.5), ("first come", "LayerKV"), rows, 4 << 30)})
 
 
 def run_trace(options: argparse.Namespace) -> None:
     rows = read_trace(options.trace, options.limit)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    print(f"{'speed':>5}  {'':24}{'ttft p50':>10}{'p99':>9}{'tpot':>9}{'p99':>9}{'broken':>8}{'calls':>8}")
-    for speed in map(float, options.speeds.split(",")):
-        for way, (policy, _) in WAYS.items():
-            result = serve(
-                rows, parse_bytes(options.memory), policy, 32, speed=speed, slo_tpot=options.slo_tpot
-            )
-            point = {"speed": speed} | figures(result)
-            found[way].append(point)
-            print(
-                f"{speed:5.2f}  {way:24}{point['ttft_p50']:8.3f} s{point['ttft_p99']:7.2f} s"
-                f"{point['tpot_mean'] * 1e3:6.1f} ms{point['tpot_p99'] * 1e3:6.0f} ms{point['broken']:8.1%}"
-                f"{point['calls_a_request']:8.1f}",
-                flush=True,
-            )
+    speeds = map(float, options.speeds.split(","))
+    points = run_at(speeds, WAYS, rows, parse_bytes(options.memory), slo_tpot=options.slo_tpot)
     title = f"{Path(options.trace).name}: {len(rows):,} requests, {MODEL} in {options.memory}, simulated time"
-    if options.json:
-        options.json.write_text(json.dumps({"title": title, "ways": rounded(found)}, indent=1) + "\n")
+    save(options.json, {"title": title, "points": points})
     if options.plot:
-        picture(found, options.plot, title)
+        picture(points, options.plot, title)
+
+
+def picture(points: Points, path: Path, title: str) -> None:
+    import pandas
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    values = pandas.DataFrame(points).pivot(index="speed", columns="way")
+    for axis, (key, scale, name) in zip(
+        figure.subplots(1, 3),
+        (
+            ("ttft_p99", 1, "time to first token, 99th percentile (s)"),
+            ("tpot_mean", 1e3, "time per later token, mean (ms)"),
+            ("broken", 100, "broken promises (%)"),
+        ),
+        strict=True,
+    ):
+        for way, (_, color) in WAYS.items():
+            axis.plot(values[key, way] * scale, label=way, color=color, marker=".")
+        axis.set(title=name, xlabel="requests come so many times as fast as recorded")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+        if key == "broken":
+            axis.set_ylim(0, 100)
+        else:
+            axis.set_yscale("log")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontweight="bold")
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 """Pool.sleep and Pool.wake: how long they take beside a plain copy of the same bytes; and memory for training
-and serving in turn, as a picture. ``python benchmarks/sleep.py`` runs it."""
+and serving in turn, as a picture. ``python -m benchmarks.sleep`` runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -17,6 +16,8 @@ import torch
 
 import vtensor
 
+from .harness import clock
+
 T = TypeVar("T")
 MIB = 1 << 20
 COLORS = {
@@ -25,12 +26,6 @@ COLORS = {
     "activations": "#e0a33e",
     "K and V": "#1b9aaa",
 }
-
-
-def seconds(body: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    body()
-    return time.perf_counter() - begun
 
 
 def plain_write(memory: torch.Tensor, folder: str) -> int:
@@ -72,13 +67,11 @@ def scattered(pages: int) -> dict[str, float]:
         arena = vtensor.Arena(2 * pages * size, pool=pool)
         step = 1 if kind == "one run" else 2
         arena.map([(i * step * size, (i * step + 1) * size) for i in range(pages)])
-        arena.tensor[: pages * size].fill_(1) if step == 1 else arena.tensor.view(-1, step * size)[
-            :, :size
-        ].fill_(1)
+        arena.tensor[: pages * step * size].view(pages, -1)[:, :size].fill_(1)
         going, coming = [], []
         for _ in range(7):
-            going.append(seconds(lambda pool=pool: pool.sleep(contents="host")))
-            coming.append(seconds(pool.wake))
+            going.append(clock(lambda pool=pool: pool.sleep(contents="host")))
+            coming.append(clock(pool.wake))
         figures[f"sleep, {kind}"] = median(going) / pages * 1e6
         figures[f"wake, {kind}"] = median(coming) / pages * 1e6
         arena.close()
@@ -95,10 +88,9 @@ def measure(nbytes: int, repeats: int) -> dict[str, float]:
 
     def note(name: str, body: Callable[[], T]) -> T:
         torch.ones(nbytes, dtype=torch.uint8)  # a virtual machine gets memory slowly: some is there for each
-        begun = time.perf_counter()
-        result = body()
-        times.setdefault(name, []).append(time.perf_counter() - begun)
-        return result
+        results: list[T] = []
+        times.setdefault(name, []).append(clock(lambda: results.append(body())))
+        return results[0]
 
     with tempfile.TemporaryDirectory(dir=".") as folder:
 
@@ -172,29 +164,18 @@ def in_turn(rounds: int) -> list[dict[str, float]]:
 
 
 def picture(phases: list[dict[str, float]], path: Path) -> None:
-    import matplotlib
+    import pandas
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 3.6))
-    kinds = list(COLORS)
-    axes.stackplot(
-        range(len(phases)),
-        [[phase[kind] for phase in phases] for kind in kinds],
-        labels=kinds,
-        colors=[COLORS[kind] for kind in kinds],
-    )
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots()
+    pandas.DataFrame(phases).plot.area(ax=axes, color=COLORS, linewidth=0)
     axes.axhline(160, color="#444444", linewidth=1, linestyle="--")
     axes.text(1, 162, "budget", fontsize=9, color="#444444")
-    axes.set_xlim(0, len(phases) - 1)
-    axes.set_ylim(0, 178)
+    axes.set(xlim=(0, len(phases) - 1), ylim=(0, 178), ylabel="MiB")
     axes.set_xlabel("training and serving in turn, step by step")
-    axes.set_ylabel("MiB")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncol=4, frameon=False, fontsize=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
 
