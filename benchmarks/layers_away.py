@@ -7,6 +7,7 @@ import argparse
 import json
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 import vtensor
 
 from . import machine
-from .harness import clock
+from .harness import clock, interleave
 
 BANDS, HEADS, HEAD_DIM, BATCH = 8, 8, 64, 4  # a layer in each band
 HIDDEN, INNER = HEADS * HEAD_DIM, 2048
@@ -104,18 +105,13 @@ class Decoder:
 def measure(context: int, rounds: int) -> list[float]:
     """Seconds per step for 0, 1, ... bands out: medians of runs that take turns."""
     decoders = [Decoder(context, STEPS * (rounds + 1), out) for out in range(BANDS + 1)]
-    seconds: list[list[float]] = [[] for _ in decoders]
-    for decoder in decoders:
-        decoder.decode()
-    for turn in range(rounds):
-        for i in range(len(decoders)):
-            at = (turn + i) % len(decoders)
-            seconds[at].append(clock(decoders[at].decode))
+    samples = {str(len(d.out)): partial(clock, d.decode) for d in decoders}
+    taken = interleave(samples, rounds)
     if not all(torch.equal(decoder.x, decoders[0].x) for decoder in decoders):
         raise AssertionError("the number of bands that are out changed what is computed")
     for decoder in decoders:
         decoder.close()
-    return [statistics.median(taken) / STEPS for taken in seconds]
+    return [statistics.median(seconds) / STEPS for seconds in taken.values()]
 
 
 @dataclass(frozen=True)

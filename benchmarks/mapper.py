@@ -39,7 +39,6 @@ def run(settings: Settings) -> list[Figure]:
         return [
             *crossing_steps(settings),
             *ready_pages(settings),
-            *next_request(settings),
             *many_tensors(settings),
         ]
     finally:
@@ -233,33 +232,6 @@ def extends(
         t.close()
         pool.close()
     return crossing, whole, calls_made
-
-
-# --- requests that follow one another
-
-
-def next_request(settings: Settings) -> list[Figure]:
-    """A serving loop: each request is a new tensor, no longer than the one whose place it takes."""
-    pool = vtensor.Pool("cpu", page_size=64 << 10)
-
-    def request(tokens: int) -> None:
-        t = growing_tensor(4096, pool)
-        t.extend(tokens // 2)
-        for _ in range(tokens // 2):
-            t.extend(1)
-        t.close()
-
-    request(2048)
-    pool.wait_idle()
-    before = caller_calls(pool)
-    for tokens in range(2000, 1000, -settings.pick(100, 500)):
-        request(tokens)
-        pool.wait_idle()
-    calls = caller_calls(pool) - before
-    pool.close()
-    return [
-        count("a request in the place of a longer one", "driver calls of the caller", calls, "calls", Bar(0))
-    ]
 
 
 # --- many tensors in one request

@@ -7,6 +7,7 @@ bytes of a token divided by 32, so that counts of pages and calls are the real o
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -96,22 +97,23 @@ def steps(settings: Settings) -> list[Figure]:
         lengths[cache.alloc()] = 300 + at % 32
         each.tables[together.alloc()] = []
     samples = {
-        "ours": lambda: cache.step(lengths),
-        "together": lambda: together.step(lengths),
-        "each": lambda: step_each(each, lengths),
+        "ours": lambda: clock(lambda: cache.step(lengths)),
+        "together": lambda: clock(lambda: together.step(lengths)),
+        "each": lambda: clock(lambda: step_each(each, lengths)),
     }
-    taken: dict[str, list[float]] = {name: [] for name in samples}
-    for step in samples.values():
-        step()
+
+    def tokens() -> Iterator[int]:
+        nonlocal lengths
+        for number in range(rounds):
+            time.sleep(DECODE_STEP)
+            keep_awake()  # an engine's own code has run before it asks
+            lengths = [length + 1 for length in lengths]
+            yield number
+
+    interleave(samples, 1)
     pool.wait_idle()
     before = pool.stats().driver_calls["caller"]
-    for round in range(rounds):
-        time.sleep(DECODE_STEP)
-        keep_awake()  # an engine's own code has run before it asks
-        lengths = [length + 1 for length in lengths]
-        names = list(samples)
-        for name in names[round % 3 :] + names[: round % 3]:
-            taken[name].append(clock(samples[name]))
+    taken = interleave(samples, tokens(), warmup=0)
     after = pool.stats().driver_calls["caller"]
     calls = sum(after.values()) - sum(before.values())
     cache.close()

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.attention.flex_attention import flex_attention
@@ -41,12 +42,11 @@ Call = Callable[[int], object]  # with its number in the sample: calls go over t
 
 @dataclass(frozen=True)
 class Case:
-    """A call by the shim, the bare kernel's, and that again; ``undo`` takes back what calls have appended."""
+    """A call by the shim, and the bare kernel's; ``undo`` takes back what calls have appended."""
 
     name: str
     ours: Call
     bare: Call
-    control: Call
     undo: Callable[[], object] = lambda: None
     against: str = "the bare call"
 
@@ -93,7 +93,7 @@ def measured(
 
         return once
 
-    samples = {"ours": sample(case.ours), "bare": sample(case.bare), "control": sample(case.control)}
+    samples = {"ours": sample(case.ours), "bare": sample(case.bare), "control": sample(case.bare)}
     taken = interleave(samples, settings.pick(rounds, 3), warmup=3)
     return taken["ours"], taken["bare"], taken["control"]
 
@@ -132,16 +132,10 @@ def module(settings: Settings, kernel: Callable[..., torch.Tensor]) -> Iterator[
     stand_in.flash_attn_func = lambda q, k, v, causal=False: kernel(q, k, v, causal)
     stand_in.flash_attn_with_kvcache = with_kvcache
     stand_in.flash_attn_varlen_func = varlen
-    installed = sys.modules.get("flash_attn")
-    sys.modules["flash_attn"] = stand_in
-    flash_attention.look_again()
-    try:
-        yield stand_in
-    finally:
-        del sys.modules["flash_attn"]
-        if installed is not None:
-            sys.modules["flash_attn"] = installed
+    with mock.patch.dict(sys.modules, flash_attn=stand_in):
         flash_attention.look_again()
+        yield stand_in
+    flash_attention.look_again()
 
 
 # --- the calls ----------------------------------------------------------------------------------------------
@@ -166,11 +160,6 @@ def in_turn(layers: Sequence[Any]) -> Callable[[int], Any]:
     return lambda number: layers[number % len(layers)]
 
 
-def same(name: str, ours: Call, bare: Call, against: str = "the bare call") -> Case:
-    """The bare call over the same memory."""
-    return Case(name, ours, bare, bare, against=against)
-
-
 def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
     options: dict[str, Any] = {"causal": True}
     ours = {**options, "backend": "fa2"}
@@ -181,12 +170,12 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
 
     layer = in_turn(layers)
 
-    yield same(
+    yield Case(
         "flash_attn_func",
         lambda i: flash_attention.flash_attn_func(q, *layer(i)[:2], **ours),
         lambda i: bare.flash_attn_func(q, *layer(i)[2:], **options),
     )
-    yield same(
+    yield Case(
         "flash_attn_with_kvcache",
         lambda i: flash_attention.flash_attn_with_kvcache(q, *layer(i)[:2], cache_seqlens=length, **ours),
         lambda i: bare.flash_attn_with_kvcache(q, *layer(i)[2:], cache_seqlens=length, **options),
@@ -210,7 +199,6 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
         "flash_attn_with_kvcache and its append",
         append,
         append_bare,
-        append_bare,
         undo,
         "the bare call, into preallocated memory",
     )
@@ -218,7 +206,7 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
         k.extend(length - start), v.extend(length - start)
     starts = [torch.tensor([0, n], dtype=torch.int32, device=settings.device) for n in (1, length)]
     row = in_turn([[t[0] for t in tensors] for tensors in layers])
-    yield same(
+    yield Case(
         "flash_attn_varlen_func",
         lambda i: flash_attention.flash_attn_varlen_func(q[0], *row(i)[:2], *starts, 1, length, **ours),
         lambda i: bare.flash_attn_varlen_func(q[0], *row(i)[2:], *starts, 1, length, **options),
@@ -230,7 +218,7 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
         for (k, v), (_, _, plain_k, plain_v) in zip(slots, layers, strict=True):
             k[0, :length], v[0, :length] = plain_k[0], plain_v[0]
         slot = in_turn(slots)
-        yield same(
+        yield Case(
             "flash_attn_with_kvcache over a KVCache",
             lambda i: flash_attention.flash_attn_with_kvcache(q, *slot(i), cache_seqlens=length, **ours),
             lambda i: bare.flash_attn_with_kvcache(q, *slot(i), cache_seqlens=length, **options),
@@ -243,7 +231,7 @@ def sdpa_cases(settings: Settings, length: int) -> Iterator[Case]:
     layers = layers_of(settings, 1, HEADS, length, HEAD_DIM, grow_dim=2, dtype=torch.float32)
     layer = in_turn(layers)
     q = torch.randn(1, QUERY_HEADS, 1, HEAD_DIM, device=settings.device)
-    yield same(
+    yield Case(
         "SDPA",
         lambda i: sdpa.scaled_dot_product_attention(q, *layer(i)[:2], enable_gqa=True),
         lambda i: scaled_dot_product_attention(q, *layer(i)[2:], enable_gqa=True),
@@ -257,7 +245,7 @@ def flex_cases(settings: Settings, length: int) -> Iterator[Case]:
     layer = in_turn(layers)
     q = torch.randn(1, QUERY_HEADS, 1, HEAD_DIM, device=settings.device)
     compiled = torch.compile(flex_attention, fullgraph=True)
-    yield same(
+    yield Case(
         "FlexAttention",
         lambda i: flex.flex_attention(q, *layer(i)[:2], enable_gqa=True),
         lambda i: compiled(q, *layer(i)[2:], enable_gqa=True),
