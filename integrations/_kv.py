@@ -29,18 +29,15 @@ def traced_views(operation: str, key: Any, value: Any, *others: Any) -> Taken:
     return key, value, None
 
 
-def owner_of(t: KV) -> VTensor | None:
-    """``t`` if it is a VTensor, the owner if it is a FullExtent, None if it is a plain tensor."""
-    if isinstance(t, VTensor):
-        owner: VTensor = t  # type: ignore[assignment]  # torch's metaclass keeps mypy from narrowing
-        return owner
-    return t.owner if isinstance(t, FullExtent) else None
+def tensor_of(t: KV) -> Any:
+    """The VTensor of a FullExtent, else ``t`` itself."""
+    return t.owner if type(t) is FullExtent else t
 
 
 def leased(
-    operation: str, query: torch.Tensor, *owners: VTensor | None, cache: KVCache | None = None, tile: int = 0
+    operation: str, query: torch.Tensor, *tensors: Any, cache: KVCache | None = None, tile: int = 0
 ) -> AbstractContextManager[Any]:
-    """A ``vtensor.lease`` over the ``owners`` that are not None, for a launch with ``query``.
+    """A ``vtensor.lease`` over the VTensors among ``tensors``, for a launch with ``query``.
 
     A cache records the stream instead: pages that its slots give up later wait for it. It must map the
     ``tile`` rows that the kernel reads at once. On a CPU there is no lease, because the kernel has ended when
@@ -55,12 +52,14 @@ def leased(
                 f"with tile={tile} or more"
             )
         cache.record_stream()
-    found = [owner for owner in owners if owner is not None]
+    found = [t for t in tensors if isinstance(t, VTensor)]
     return vtensor.lease(*found) if found else _NOTHING
 
 
-def full_tensor(t: FullExtent, positions_dim: int) -> torch.Tensor:
-    """The tensor of ``t`` with its positions along ``positions_dim``, 1 or 2."""
+def covered(t: FullExtent, positions_dim: int, tail: int = 0) -> torch.Tensor:
+    """The tensor of ``t``, mapped to its owner's length and ``tail``, with its positions along
+    ``positions_dim``, 1 or 2."""
+    t.cover(t.owner.length, tail)
     return t.tensor if t.owner.grow_dim == positions_dim else t.tensor.transpose(1, 2)
 
 

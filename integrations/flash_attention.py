@@ -45,7 +45,7 @@ from torch.compiler import is_dynamo_compiling
 from vtensor import InvalidArgument, VTensor, VTensorError
 from vtensor.attention import views
 
-from ._kv import KV, Taken, full_tensor, leased, owner_of, traced_views
+from ._kv import KV, Taken, covered, leased, tensor_of, traced_views
 from .full_extent import FullExtent
 
 __all__ = [
@@ -140,8 +140,7 @@ def flash_attn_func(
             shorter. Other errors are the package's.
     """
     kernel = _kernel("flash_attn_func", backend, q.device)
-    keys = k.owner if type(k) is FullExtent else k
-    values = v.owner if type(v) is FullExtent else v
+    keys, values = tensor_of(k), tensor_of(v)
     return _launch(kernel, q, kernel.views("flash_attn_func", keys, values), args, kwargs, keys, values)
 
 
@@ -170,8 +169,7 @@ def flash_attn_varlen_func(
         ends = given.get("seqused_k")
     if _lists_positions(given):
         ends, rows = None, 0
-    keys = k.owner if type(k) is FullExtent else k
-    values = v.owner if type(v) is FullExtent else v
+    keys, values = tensor_of(k), tensor_of(v)
     taken = kernel.views("flash_attn_varlen_func", keys, values, False, ends, 0, None, rows)
     tile = 0 if ends is None else kernel.package.tile
     return _launch(kernel, q, taken, args, kwargs, keys, values, tile=tile)
@@ -214,16 +212,13 @@ def flash_attn_with_kvcache(
     rows: Any = q
     if _lists_positions(given):
         lengths, index, added, rows = None, None, 0, 0
-    keys: Any = k_cache.owner if type(k_cache) is FullExtent else k_cache
-    values: Any = v_cache.owner if type(v_cache) is FullExtent else v_cache
+    keys, values = tensor_of(k_cache), tensor_of(v_cache)
     grows = added and isinstance(keys, VTensor) and isinstance(values, VTensor)
     if not grows or kernel.views is traced_views:
         taken = kernel.views(operation, keys, values, False, lengths, added, index, rows)
         if keys is not k_cache or values is not v_cache:
             taken = _covered(kernel, k_cache, v_cache, lengths, taken)
-        tile = kernel.package.tile
-        if tile and taken[2] is not None:
-            tile = _tile_past(tile, taken[0], lengths, added)
+        tile = kernel.package.tile and _tile_past(kernel.package.tile, taken[0], lengths, added)
         return _launch(kernel, q, taken, args, kwargs, keys, values, tile=tile)
     holds = keys.length
     shortest: Any = lengths
@@ -284,9 +279,9 @@ def _covered(kernel: _Kernel, k_cache: KV, v_cache: KV, lengths: Any, taken: Tak
         return taken
     keys, values, cache = taken
     if isinstance(k_cache, FullExtent):
-        keys = full_tensor(k_cache.cover(k_cache.owner.length, tail=_READS_PAST), _POSITIONS)
+        keys = covered(k_cache, _POSITIONS, tail=_READS_PAST)
     if isinstance(v_cache, FullExtent):
-        values = full_tensor(v_cache.cover(v_cache.owner.length, tail=_READS_PAST), _POSITIONS)
+        values = covered(v_cache, _POSITIONS, tail=_READS_PAST)
     return keys, values, cache
 
 
@@ -296,14 +291,14 @@ def _launch(
     taken: Taken,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    *owners: KV,
+    *tensors: Any,
     tile: int = 0,
 ) -> Any:
-    """Leases the VTensors among ``owners`` and calls the kernel with the tensors in ``taken``."""
+    """Leases the VTensors among ``tensors`` and calls the kernel with the tensors in ``taken``."""
     keys, values, cache = taken
     if q.is_cpu:  # no lease is needed, and each call in Python takes noticeable time
         return kernel.call(q, keys, values, *args, **kwargs)
-    with leased(kernel.operation, q, *map(owner_of, owners), cache=cache, tile=tile):
+    with leased(kernel.operation, q, *tensors, cache=cache, tile=tile):
         return kernel.call(q, keys, values, *args, **kwargs)
 
 

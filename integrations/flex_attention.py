@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from vtensor import InvalidArgument
 from vtensor.attention import views
 
-from ._kv import KV, full_tensor, leased, owner_of, traced_views
+from ._kv import KV, covered, leased, tensor_of, traced_views
 from .full_extent import FullExtent
 
 __all__ = ["CacheMask", "flex_attention"]
@@ -75,8 +75,7 @@ def flex_attention(
             "there, such as a CacheMask"
         )
     take = traced_views if is_dynamo_compiling() else views
-    owners = owner_of(key), owner_of(value)
-    given = key if owners[0] is None else owners[0], value if owners[1] is None else owners[1]
+    given = tensor_of(key), tensor_of(value)
     if isinstance(block_mask, CacheMask):
         if block_mask.lengths.shape[0] != query.shape[0]:
             raise InvalidArgument(
@@ -90,9 +89,9 @@ def flex_attention(
     else:  # torch's masks list the positions to read
         keys, values, cache = take(_OPERATION, *given, True, None, 0, None, None if block_mask is None else 0)
     if isinstance(key, FullExtent) and isinstance(value, FullExtent):
-        keys, values = (full_tensor(t.cover(t.owner.length), _POSITIONS) for t in (key, value))
+        keys, values = (covered(t, _POSITIONS) for t in (key, value))
     compiled = _compiled(dynamic=False if fixed else None)
-    with leased(_OPERATION, query, *owners, cache=cache, tile=_TILE):
+    with leased(_OPERATION, query, *given, cache=cache, tile=_TILE):
         return compiled(query, keys, values, score_mod, block_mask, scale, enable_gqa, **options)
 
 
@@ -141,8 +140,7 @@ class CacheMask:
         if batch < 1 or not 1 <= queries <= capacity:
             raise InvalidArgument(
                 f"[CacheMask] batch={batch}, queries={queries}, capacity={capacity}: each must be at least "
-                "1, and "
-                "queries fit the capacity"
+                "1, and queries fit the capacity"
             )
         self.queries = queries
         self.capacity = capacity

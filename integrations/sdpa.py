@@ -19,8 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from vtensor import InvalidArgument
 from vtensor.attention import views
 
-from ._kv import KV, leased, owner_of, traced_views
-from .full_extent import FullExtent
+from ._kv import KV, leased, tensor_of, traced_views
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -58,10 +57,7 @@ def scaled_dot_product_attention(
         InvalidArgument: if a slot of a KVCache does not have the positions, one of two VTensors is shorter,
             or both masks are given. Other errors are torch's.
     """
-    if type(key) is FullExtent:
-        key = key.owner
-    if type(value) is FullExtent:
-        value = value.owner
+    key, value = tensor_of(key), tensor_of(value)
     take = traced_views if is_dynamo_compiling() else views
     keys, values, cache = take(_OPERATION, key, value, True)
     queries, length = query.shape[-2], keys.shape[-2]
@@ -73,7 +69,7 @@ def scaled_dot_product_attention(
             upper_left = True
         else:
             mask = _lower_right(queries, length, query.device)
-    with leased(_OPERATION, query, owner_of(key), owner_of(value), cache=cache):
+    with leased(_OPERATION, query, key, value, cache=cache):
         heads = query.shape[1]
         grouped = enable_gqa and heads != keys.shape[1]
         if not grouped or not query.is_cpu or queries != 1 or not _fits_one_query(mask, heads):

@@ -2,6 +2,74 @@
 
 from __future__ import annotations
 
-from .command import main
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
 
-__all__ = ["main"]
+import vtensor
+
+from . import measure
+from .model import make_llama
+from .report import notes, save_picture, table
+from .text import TEXT, read_tokens
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo. Returns the exit status: 0, 1 if the caches disagree, or 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vtensor demo", description="A real text, read and continued with each cache."
+    )
+    parser.add_argument("--quick", action="store_true", help="a few hundred tokens, to see that it runs")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("vtensor-demo.png"),
+        help="where to save it (%(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
+    settings = measure.QUICK if options.quick else measure.FULL
+    start = time.perf_counter()
+    model = make_llama(settings.layers, settings.vocab_size)
+    prompt = read_tokens(settings.prompt - 1, settings.vocab_size)
+    pool = vtensor.Pool("cpu", page_size=settings.page_size, prefetch=0)
+    if not options.json:
+        print(
+            f"Reading {settings.prompt - 1:,} tokens of {TEXT.name}, then generating {settings.new}, with a "
+            f"Llama of {settings.layers} layers, 32 query heads, 8 KV heads of 64, float32, random weights."
+        )
+    runs = measure.make_runs(model, settings, pool)
+    rows = measure.measure(runs, prompt, settings)
+    checked = measure.check(runs, settings)
+    save_picture(options.picture, runs, rows, settings)
+    failure = checked.failure()
+    if options.json:
+        figures = {
+            "settings": asdict(settings),
+            "rows": [asdict(row) | {"over_percent": row.over_percent} for row in rows],
+            "check": asdict(checked),
+            "picture": str(options.picture),
+            "failure": failure,
+        }
+        print(json.dumps(figures))
+    else:
+        print(f"\n{table(rows)}\n")
+        if not failure:
+            print(notes(settings, rows, checked))
+        print(f"Picture: {options.picture}. All of it took {time.perf_counter() - start:.0f} s.")
+    if failure:
+        print(f"error: {failure}", file=sys.stderr)
+    return 1 if failure else 0

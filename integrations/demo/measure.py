@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -76,19 +76,24 @@ class Sample:
     peak: int  # the same during a copy, with the old and the new K or V
 
 
-@dataclass
-class Meter(BaseStreamer):
-    """Measures one cache while generate() runs. As the streamer it is called at every token. It stops the
-    clock while it measures."""
+class CacheRun(BaseStreamer):
+    """One cache on its way through the text. As the streamer it is called at every token, stops the clock,
+    and measures."""
 
-    cache: Cache
-    mapped: Callable[[], int]
-    on_token: Callable[[], object] = lambda: None
-    copied: int = 0
-    samples: list[Sample] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of each step that decodes one token
-    _extents: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)  # address, bytes
-    _clock: float | None = None
+    def __init__(self, name: str, model: LlamaForCausalLM, cache: Cache, mapped: Callable[[], int]) -> None:
+        self.name = name
+        self.model = model
+        self.cache = cache
+        self.mapped = mapped  # bytes of K and V now
+        self.progress = tqdm(disable=True)
+        self.prefill_seconds = 0.0
+        self.copied = 0
+        self.samples: list[Sample] = []
+        self.seconds: list[float] = []  # of each step that decodes one token
+        self.logits: list[torch.Tensor] = []
+        self.ids = torch.empty(1, 0, dtype=torch.int64)
+        self._extents: dict[tuple[int, str], tuple[int, int]] = {}  # address, bytes
+        self._clock: float | None = None
 
     def look(self) -> None:
         """Records the memory at the end of a step."""
@@ -101,9 +106,11 @@ class Meter(BaseStreamer):
                     self.copied += old
                     largest = max(largest, old)
                 self._extents[index, name] = states.data_ptr(), states.nbytes
+        before = self.samples[-1].tokens if self.samples else 0
         tokens, mapped = int(self.cache.get_seq_length()), self.mapped()
-        if not self.samples or self.samples[-1].tokens != tokens:
+        if tokens != before:
             self.samples.append(Sample(tokens, mapped, mapped + largest))
+            self.progress.update(tokens - before)
 
     def put(self, value: torch.Tensor) -> None:
         """Called by generate() with the prompt, then with each token."""
@@ -113,45 +120,26 @@ class Meter(BaseStreamer):
         if self._clock is not None:  # the first token of a call includes generate()'s setup
             self.seconds.append(now - self._clock)
         self.look()
-        self.on_token()
         self._clock = time.perf_counter()
 
     def end(self) -> None:
         """Called when generate() returns."""
         self._clock = None
 
-
-class CacheRun:
-    """One cache on its way through the text."""
-
-    def __init__(self, name: str, model: LlamaForCausalLM, cache: Cache, mapped: Callable[[], int]) -> None:
-        self.name = name
-        self.model = model
-        self.cache = cache
-        self.meter = Meter(cache, mapped)
-        self.prefill_seconds = 0.0
-        self.logits: list[torch.Tensor] = []
-        self.ids = torch.empty(1, 0, dtype=torch.int64)
-
     def read(self, prompt: torch.Tensor, chunk: int) -> None:
         """Reads the prompt and generates the first token."""
-        progress = tqdm(total=prompt.shape[1] + 1, desc=f"{self.name}: reading", unit=" tokens", leave=False)
-
-        def after_chunk(module: object, arguments: object, output: object) -> None:
-            self.meter.look()
-            progress.update(self.meter.samples[-1].tokens - progress.n)
-
-        hook = self.model.model.register_forward_hook(after_chunk)
+        hook = self.model.model.register_forward_hook(lambda *chunk: self.look())
         # One token of padding gives every cache a mask, as StaticCache always has, and as batches of texts of
         # different lengths have. Without a mask, transformers 5.23 calls SDPA with enable_gqa, which takes a
         # multiple of the time on the CPU. The demo would then compare kernels, not caches.
         self.ids = torch.cat([torch.full((1, 1), PADDING), prompt], dim=1)
+        reading = {"desc": f"{self.name}: reading", "unit": " tokens", "leave": False}
         start = time.perf_counter()
         try:
-            self.generate(1, prefill_chunk_size=chunk)
+            with tqdm(total=self.ids.shape[1], **reading) as self.progress:
+                self.generate(1, prefill_chunk_size=chunk)
         finally:
             hook.remove()
-            progress.close()
         self.prefill_seconds = time.perf_counter() - start
 
     def generate(self, tokens: int, **kwargs: Any) -> None:
@@ -161,7 +149,7 @@ class CacheRun:
             attention_mask=(torch.arange(self.ids.shape[1]) > 0).long()[None],
             max_new_tokens=tokens,
             do_sample=False,
-            streamer=self.meter,
+            streamer=self,
             return_dict_in_generate=True,
             output_logits=True,
             **{CACHE: self.cache},
@@ -174,11 +162,11 @@ class CacheRun:
         return Row(
             cache=self.name,
             prefill_seconds=self.prefill_seconds,
-            decode_tokens_per_second=1.0 / statistics.median(self.meter.seconds),
-            bytes_copied_for_growth=self.meter.copied,
-            kv_mapped=self.meter.samples[-1].mapped,
+            decode_tokens_per_second=1.0 / statistics.median(self.seconds),
+            bytes_copied_for_growth=self.copied,
+            kv_mapped=self.samples[-1].mapped,
             kv_needed=needed,
-            kv_peak=max(sample.peak for sample in self.meter.samples),
+            kv_peak=max(sample.peak for sample in self.samples),
         )
 
 
@@ -237,7 +225,7 @@ def measure(runs: list[CacheRun], prompt: torch.Tensor, settings: Settings) -> l
         total=settings.new * len(runs), initial=len(runs), desc="generating", unit=" tokens"
     ) as progress:
         for run in runs:
-            run.meter.on_token = progress.update
+            run.progress = progress
         left, turn = settings.new - 1, 0
         while left:
             tokens = min(left, settings.slice)
@@ -263,12 +251,3 @@ def check(runs: list[CacheRun], settings: Settings) -> Check:
             if name != GROWING
         },
     )
-
-
-def as_json(settings: Settings, rows: list[Row], checked: Check) -> dict[str, Any]:
-    """All figures, for JSON."""
-    return {
-        "settings": asdict(settings),
-        "rows": [asdict(row) | {"over_percent": row.over_percent} for row in rows],
-        "check": asdict(checked),
-    }

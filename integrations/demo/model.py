@@ -52,11 +52,11 @@ class PreallocatedLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
-            batch, heads, _, _ = key_states.shape
-            self.dtype, self.device = key_states.dtype, key_states.device
-            self.all_keys = key_states.new_zeros(batch, heads, self.max_len, key_states.shape[-1])
-            self.all_values = value_states.new_zeros(batch, heads, self.max_len, value_states.shape[-1])
-            self.is_initialized = True
+            self.lazy_initialization(key_states, value_states)
+            self.all_keys, self.all_values = (
+                states.new_zeros(*states.shape[:2], self.max_len, states.shape[-1])
+                for states in (key_states, value_states)
+            )
         start, self.length = self.length, self.length + key_states.shape[-2]
         self.all_keys[:, :, start : self.length] = key_states
         self.all_values[:, :, start : self.length] = value_states

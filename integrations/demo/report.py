@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
-COLOURS = {"DynamicCache": "#d1495b", "StaticCache": "#7a7f87", OURS: "#00798c"}
-LABELS = {
-    "DynamicCache": "DynamicCache, with the copy beside it",
-    "StaticCache": "StaticCache, given the final length",
+LINES = {  # color and label
+    "DynamicCache": ("#d1495b", "DynamicCache, with the copy beside it"),
+    "StaticCache": ("#7a7f87", "StaticCache, given the final length"),
+    OURS: ("#00798c", OURS),
 }
 
 
@@ -72,10 +72,8 @@ def save_picture(path: Path, runs: list[CacheRun], rows: list[Row], settings: Se
     _draw_memory(axes["memory"], runs)
     _draw_memory_of_generation(axes["generation"], ours, settings, rows[0].kv_needed // settings.final_length)
     for name in ("memory", "generation"):
-        axes[name].set_xlabel("tokens in the cache")
-        axes[name].set_ylabel("MiB")
+        axes[name].set(xlabel="tokens in the cache", ylabel="MiB", axisbelow=True)
         axes[name].grid(axis="y", color="#eceff1")
-        axes[name].set_axisbelow(True)
     for panel in axes.values():
         panel.spines[["top", "right"]].set_visible(False)
     image = BytesIO()
@@ -109,14 +107,11 @@ def _draw_pages(axes: Axes, ours: CacheRun, settings: Settings) -> None:
         interpolation="nearest",
         extent=(0, shown * page_tokens, grid.shape[0], 0),
     )
-    for number in range(1, len(owners)):
-        axes.axhline(number * heads, color="white", linewidth=2.5)
-    for row in range(grid.shape[0]):
-        axes.axhline(row, color="white", linewidth=0.4)
+    for row in range(1, grid.shape[0]):
+        axes.axhline(row, color="white", linewidth=0.4 if row % heads else 2.5)
     axes.axvline(settings.prompt, color="white", linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.text(
-        settings.prompt, -0.5, f"{settings.prompt:,} tokens read", ha="right", va="bottom", color="#546e7a"
-    )
+    read = f"{settings.prompt:,} tokens read"
+    axes.text(settings.prompt, -0.5, read, ha="right", va="bottom", color="#546e7a")
     axes.set_yticks([(number + 0.5) * heads for number in range(len(owners))], [name for name, _ in owners])
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("tokens")
@@ -138,27 +133,23 @@ def _draw_pages(axes: Axes, ours: CacheRun, settings: Settings) -> None:
 
 def _draw_memory(axes: Axes, runs: list[CacheRun]) -> None:
     for run in runs:
-        if run.name in COLOURS:
-            samples = run.meter.samples
-            start = samples[0].mapped if run.name == "StaticCache" else 0  # takes all memory at once
-            axes.plot(
-                [0, *(sample.tokens for sample in samples)],
-                [start / MIB, *(sample.peak / MIB for sample in samples)],
-                color=COLOURS[run.name],
-                linewidth=2,
-                label=LABELS.get(run.name, run.name),
-            )
+        if run.name in LINES:
+            color, label = LINES[run.name]
+            start = run.samples[0].mapped if run.name == "StaticCache" else 0  # takes all memory at once
+            tokens = [0, *(sample.tokens for sample in run.samples)]
+            mib = [start / MIB, *(sample.peak / MIB for sample in run.samples)]
+            axes.plot(tokens, mib, color=color, linewidth=2, label=label)
     axes.set_title("KV memory while the text is read and continued", **TITLE)
     axes.set_ylim(0, 1.4 * axes.dataLim.y1)
     axes.legend(frameon=False, loc="upper left")
 
 
 def _draw_memory_of_generation(axes: Axes, run: CacheRun, settings: Settings, token_bytes: int) -> None:
-    samples = [sample for sample in run.meter.samples if sample.tokens >= settings.prompt]
+    samples = [sample for sample in run.samples if sample.tokens >= settings.prompt]
     tokens = [sample.tokens for sample in samples]
     mapped = [sample.mapped / MIB for sample in samples]
     needed = [length * token_bytes / MIB for length in tokens]
-    axes.step(tokens, mapped, where="post", label=OURS, color=COLOURS[OURS], linewidth=2)
+    axes.step(tokens, mapped, where="post", label=OURS, color=LINES[OURS][0], linewidth=2)
     axes.step(tokens, needed, where="post", label="what the tokens need", color="#263238", linestyle=":")
     axes.set_title("Close up: the tokens generated", **TITLE)
     axes.legend(frameon=False, loc="upper left")
