@@ -8,7 +8,7 @@ what=${1:-tests}
 environment=$PWD/build/vllm
 inside=$environment/bin/python
 nixl=1.5.1 # for prefill and decode apart; without it, those tests are skipped
-release=$(sed -n 's/^TESTED = ("\([0-9.]*\)".*/\1/p' integrations/vllm/release.py)
+release=$(sed -n 's/^TESTED = ("\([0-9.]*\)".*/\1/p' integrations/vllm/__init__.py)
 
 # vLLM pins its torch. The other packages of torch's family that it brings are built for another torch, and not needed.
 install_vllm() {

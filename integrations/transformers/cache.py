@@ -153,8 +153,9 @@ class VTensorCache(DynamicCache):
             InvalidArgument: if the model of the config has no such layer, or the states do not fit.
             CapacityExceeded, OutOfPages: as for ``VTensorLayer.update``.
         """
+        append: Any = super().update
         if torch.compiler.is_compiling():
-            return self._append(key_states, value_states, layer_idx, *args, **kwargs)
+            return append(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
         new = key_states.shape[-2]
         try:
             if layer_idx >= len(self.layers):
@@ -162,21 +163,13 @@ class VTensorCache(DynamicCache):
                     f"[VTensorCache.update] layer {layer_idx} of a cache with {len(self.layers)} layers: "
                     "make one from this model's own config, VTensorCache(model.config)"
                 )
-            keys, values = self._append(key_states, value_states, layer_idx, *args, **kwargs)
+            keys, values = append(key_states, value_states, layer_idx, *args, **kwargs)
         except VTensorError:
             self._put_back(layer_idx, new)
             raise
         if new == 1 and keys.is_cpu:
             return keys.as_subclass(SingleStepView), values.as_subclass(SingleStepView)
         return keys, values
-
-    def _append(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states: tuple[torch.Tensor, torch.Tensor] = super().update(
-            key_states, value_states, layer_idx, *args, **kwargs
-        )
-        return states
 
     def prepare(self, tokens: int) -> None:
         """Maps the memory for a forward of ``tokens`` tokens a sequence in every layer, or in none.

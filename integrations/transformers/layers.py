@@ -23,6 +23,15 @@ __all__ = ["VTensorLayer"]
 _FIRST_CAPACITY = 16384
 
 
+def _side(which: int, name: str) -> Any:
+    doc = (
+        f"The current {name}: a plain view [batch, heads, tokens, head_dim], or None before the first update."
+    )
+    return property(
+        lambda layer: layer._stored(which), lambda layer, value: layer._assign(which, value), doc=doc
+    )
+
+
 class VTensorLayer(DynamicLayer):
     """K and V of one full-attention layer, each a VTensor that grows along the tokens.
 
@@ -50,23 +59,8 @@ class VTensorLayer(DynamicLayer):
 
     # ------------------------------------------------------------------ storage
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """The current K: a plain view [batch, heads, tokens, head_dim], or None before the first update."""
-        return self._stored(0)
-
-    @keys.setter
-    def keys(self, value: torch.Tensor | None) -> None:
-        self._assign(0, value)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """The current V: a plain view [batch, heads, tokens, head_dim], or None before the first update."""
-        return self._stored(1)
-
-    @values.setter
-    def values(self, value: torch.Tensor | None) -> None:
-        self._assign(1, value)
+    keys = _side(0, "K")
+    values = _side(1, "V")
 
     def _assign(self, which: int, value: torch.Tensor | None) -> None:
         """Replaces K (0) or V (1) with a copy of ``value``. None gives all memory back."""
@@ -482,13 +476,9 @@ class VTensorLayer(DynamicLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Dense copies of K and V. The pool is not saved."""
-        dense = None if self.owners is None else (self._dense(0), self._dense(1))
+        stored = [] if self.owners is None else [self.keys, self.values]
+        dense = [states.clone(memory_format=torch.contiguous_format) for states in stored]
         return {"max_len": self.max_len, "record_past": self.record_past, "dense": dense}
-
-    def _dense(self, which: int) -> torch.Tensor:
-        stored = self._stored(which)
-        assert stored is not None
-        return stored.clone(memory_format=torch.contiguous_format)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         VTensorLayer.__init__(self, state["max_len"])
@@ -496,7 +486,7 @@ class VTensorLayer(DynamicLayer):
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.record_past = state["record_past"]  # first: a window that records drops nothing
-        if state["dense"] is not None:
+        if state["dense"]:
             VTensorLayer.update(self, *state["dense"])
 
 
@@ -506,15 +496,5 @@ def _heads_first(owner: VTensor, states: torch.Tensor) -> torch.Tensor:
 
 
 _OUTSIDE = "[VTensorCache] mapping cannot be traced: call cache.prepare(n) before the compiled forward"
-
-
-@torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator]
-def _update_outside_the_graph(
-    layer: VTensorLayer, key_states: torch.Tensor, value_states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return layer.update(key_states, value_states)
-
-
-@torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator]
-def _length_outside_the_graph(layer: VTensorLayer) -> int:
-    return layer.get_seq_length()
+_update_outside_the_graph: Any = torch.compiler.disable(VTensorLayer.update, reason=_OUTSIDE)
+_length_outside_the_graph: Any = torch.compiler.disable(lambda layer: layer.get_seq_length(), reason=_OUTSIDE)

