@@ -102,6 +102,7 @@ class Reader(VTensor):
     # Of its own: in a forked child that of VTensor refuses, and a reader may be received there.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    when_full: Any = "raise"
     _core: ReaderCore  # type: ignore[assignment]
     _whole: torch.Tensor  # of the tensor's capacity
     _grow_dim: int
@@ -160,10 +161,6 @@ class Reader(VTensor):
     @property
     def grow_dim(self) -> int:
         return self._grow_dim
-
-    @property
-    def when_full(self) -> Any:
-        return "raise"
 
     @property
     def pool(self) -> NoReturn:
@@ -283,43 +280,33 @@ del _instead, _names, _name
 cuda_library = ""
 
 
-class _Descriptor:
-    """A descriptor on its way to another process, by multiprocessing's own means."""
-
-    def __init__(self, descriptor: int) -> None:
-        child = context.get_spawning_popen()
-        try:
-            self._sent = reduction.DupFd(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if child is None:
-            os.close(descriptor)  # what was sent is another
-        else:
-            weakref.finalize(child, os.close, descriptor)  # the child gets it when it starts
-
-    def receive(self) -> int:
-        return int(self._sent.detach())
-
-
-_Sent = list[_Descriptor]  # of the pool's memory, and of each range
+_Sent = list[Any]  # descriptors of the pool's memory, and of each range, by multiprocessing's own means
 
 
 def _send(files: tuple[int, list[int]]) -> _Sent:
+    child = context.get_spawning_popen()
     unsent = [files[0], *files[1]]
+    sent: _Sent = []
     try:
-        return [_Descriptor(unsent.pop(0)) for _ in range(len(unsent))]
+        while unsent:
+            sent.append(reduction.DupFd(unsent[0]))
+            descriptor = unsent.pop(0)
+            if child is None:
+                os.close(descriptor)  # what was sent is another
+            else:
+                weakref.finalize(child, os.close, descriptor)  # the child gets it when it starts
     except BaseException:
         for descriptor in unsent:
             os.close(descriptor)
         raise
+    return sent
 
 
 def _receive(sent: _Sent, words: int) -> ReaderCore:
     received: list[int] = []
     try:
         for descriptor in sent:
-            received.append(descriptor.receive())
+            received.append(descriptor.detach())
     except BaseException:
         for number in received:
             os.close(number)
@@ -366,11 +353,6 @@ class ObjectReader(Closes):
             f"[{type(self).__name__}] it comes out of a queue or a pipe, into which the writer puts the "
             "object"
         )
-
-    def _open(self, core: ReaderCore, views: dict[Any, _View]) -> None:
-        self._core = core
-        storages = [core.storage(i) for i in range(core.ranges)]
-        self._tensors = {key: view.over(core, storages) for key, view in views.items()}
 
     def sync(self) -> bool:
         """As :meth:`Reader.sync`."""
@@ -423,13 +405,10 @@ class CacheReader(ObjectReader):
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K and V of a layer, as ``cache[layer]`` is in the writer: ``[slots, heads, max_len, dim]``."""
         self._require_open()
-        layers = range(sum(side == "k" for _, side in self._tensors))
-        try:
-            layer = layers[layer]
-        except IndexError:  # it ends a loop over the layers
-            raise IndexError(
-                f"[CacheReader] layer {layer}: the cache has layers 0 to {len(layers) - 1}"
-            ) from None
+        layers = sum(side == "k" for _, side in self._tensors)
+        if not -layers <= layer < layers:  # it ends a loop over the layers
+            raise IndexError(f"[CacheReader] layer {layer}: the cache has layers 0 to {layers - 1}")
+        layer %= layers
         return self._tensors[layer, "k"], self._tensors.get((layer, "v"))
 
 
@@ -458,7 +437,9 @@ def share(module: torch.nn.Module) -> SharedModule:
 
 def _rebuild_object(reader: Any, sent: _Sent, words: int, views: dict[Any, _View]) -> Any:
     made = reader.__new__(reader)
-    made._open(_receive(sent, words), views)
+    made._core = core = _receive(sent, words)
+    storages = [core.storage(i) for i in range(core.ranges)]
+    made._tensors = {key: view.over(core, storages) for key, view in views.items()}
     made.sync()
     return made
 
@@ -498,14 +479,14 @@ def _reduce_module(shared: SharedModule) -> Any:
     sent = _send(files)
     views = {}
     for name, tensor in tensors.items():
-        for number, (base, nbytes) in enumerate(arenas):
-            if base <= tensor.data_ptr() < base + nbytes:
-                views[name] = _View.of(tensor, number, base)
-        if name not in views:
+        at = tensor.data_ptr()
+        found = [(i, base) for i, (base, nbytes) in enumerate(arenas) if base <= at < base + nbytes]
+        if not found:
             raise InvalidArgument(
                 f"[share] {name} is not in the pool that the module was moved to: call "
                 "vtensor.adopt(module, pool) again"
             )
+        views[name] = _View.of(tensor, *found[0])
     return _rebuild_object, (ModuleReader, sent, 0, views)
 
 
