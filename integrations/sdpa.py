@@ -11,6 +11,8 @@ Torch's own function takes a VTensor too, and is enough for one query without a 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
@@ -21,9 +23,10 @@ from vtensor.attention import views
 
 from ._kv import KV, leased, tensor_of, traced_views
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["SingleStepView", "scaled_dot_product_attention"]
 
 _OPERATION = "scaled_dot_product_attention"
+_SDPA = functional.scaled_dot_product_attention
 
 
 def scaled_dot_product_attention(
@@ -98,3 +101,37 @@ def _lower_right(queries: int, length: int, device: torch.device) -> torch.Tenso
         bias: torch.Tensor = causal_lower_right(queries, length)
         return bias
     return torch.ones(queries, length, dtype=torch.bool, device=device).tril(length - queries)
+
+
+class SingleStepView(torch.Tensor):
+    """K or V of which SDPA reads each head once.
+
+    If a step has no mask, transformers calls SDPA with ``enable_gqa``. On the host, that reads K and V once
+    for each query head, which takes twice the time at 8k tokens. With this view, SDPA stacks the query heads
+    of a group instead. In every other operation it is a plain tensor. All results are plain tensors.
+    """
+
+    @classmethod
+    def __torch_function__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if operation is _SDPA:
+                return _single_step(*args, **kwargs or {})
+            return operation(*args, **kwargs or {})
+
+
+def _single_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    # The function above gives a mask and is_causal= another meaning than torch does.
+    if enable_gqa and attn_mask is None and not is_causal:
+        return scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=True
+        )
+    return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -23,13 +23,13 @@ from transformers.cache_utils import (
 
 from vtensor import InvalidArgument, Pool, VTensorError
 
+from ..sdpa import SingleStepView
 from .changes import BatchChange, Choice, finish, reordered, repeated, selected, twin_of
 from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer
-from .single_step import SingleStepView
 from .window import VTensorSlidingWindowLayer
 
-__all__ = ["VTensorCache", "check_pool", "encoder_decoder_cache", "holds_nothing"]
+__all__ = ["VTensorCache", "check_pool", "encoder_decoder_cache", "growing", "holds_nothing"]
 
 
 class VTensorCache(DynamicCache):
@@ -100,7 +100,7 @@ class VTensorCache(DynamicCache):
         )
         self.max_len = max_len
         self.compiled = compiled
-        self.layers = [_growing(layer, max_len, pool) for layer in self.layers]
+        self.layers = [growing(layer, max_len, pool) for layer in self.layers]
         for layer in self.layers:
             layer.tag = tag
         for number, (keys, values, *_) in enumerate(states or ()):
@@ -112,14 +112,6 @@ class VTensorCache(DynamicCache):
         """Makes a cache of the layers of ``cache``, unchanged."""
         made = cls.__new__(cls)
         made.__dict__.update(cache.__dict__, max_len=None, compiled=False)
-        return made
-
-    @classmethod
-    def in_place_of(cls, cache: DynamicCache, pool: Pool | None, *, compiled: bool) -> VTensorCache:
-        """Makes a cache that grows in place, with the layer types of ``cache``, an empty ``DynamicCache``."""
-        made = cls.over(cache)
-        made.compiled = compiled
-        made.layers = [_growing(layer, None, pool) for layer in cache.layers]
         return made
 
     @property
@@ -305,7 +297,8 @@ def check_pool(asking: str, pool: object) -> None:
         )
 
 
-def _growing(layer: Any, max_len: int | None, pool: Pool | None) -> Any:
+def growing(layer: Any, max_len: int | None, pool: Pool | None) -> Any:
+    """The layer that grows in place instead of ``layer``, an empty one of ``DynamicCache``."""
     # Exact types only: their subclasses keep other states besides K and V.
     if type(layer) is DynamicLayer:
         return VTensorLayer(max_len, pool)

@@ -10,7 +10,7 @@ import torch
 
 from vtensor import InvalidArgument, VTensor, together
 
-__all__ = ["BatchChange", "Choice", "finish", "reordered", "repeated", "selected", "twin_of"]
+__all__ = ["BatchChange", "Choice", "cut", "finish", "reordered", "repeated", "selected", "twin_of"]
 
 Choice = Callable[[int], list[int]]
 """A function from the number of sequences to the indices of those to keep, in their new order."""
@@ -81,6 +81,13 @@ class BatchChange:
         together.reindex(self._tensors, self._indices, self._states)
         for owner in self._leaving:
             owner.close()
+
+
+def cut(owners: Sequence[VTensor], length: int) -> None:
+    """Keeps at most the first ``length`` tokens of each."""
+    for owner in owners:
+        if owner.length > length:
+            owner.truncate(length)
 
 
 def finish(step: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from vtensor import InvalidArgument, Pool
 
-from .cache import VTensorCache, check_pool
+from .cache import VTensorCache, check_pool, growing
 from .release import CACHE
 
 __all__ = ["install", "installed", "uninstall"]
@@ -90,7 +90,10 @@ def installed(pool: Pool | None = None) -> Iterator[None]:
 
 def _growing(cache: Any, pool: Pool | None, compiled: bool) -> Any:
     if type(cache) is DynamicCache and cache.layers:
-        return VTensorCache.in_place_of(cache, pool, compiled=compiled)
+        made = VTensorCache.over(cache)
+        made.compiled = compiled
+        made.layers = [growing(layer, None, pool) for layer in cache.layers]
+        return made
     if type(cache) is EncoderDecoderCache:
         halves = cache.self_attention_cache, cache.cross_attention_cache
         return EncoderDecoderCache(*(_growing(half, pool, compiled) for half in halves))

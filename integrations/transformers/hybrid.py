@@ -25,16 +25,8 @@ from .window import VTensorSlidingWindowLayer
 
 __all__ = ["VTensorHybridLayer", "VTensorHybridSlidingWindowLayer"]
 
-_LINEAR = (
-    "number_of_states",
-    "conv_states",
-    "recurrent_states",
-    "is_conv_states_initialized",
-    "is_recurrent_states_initialized",
-    "has_previous_state",
-    "conv_kernel_size",
-    "record_past",
-)
+# The attributes of the linear part alone.
+_LINEAR = tuple(vars(LinearAttentionLayer()).keys() - {"device", "dtype"})
 
 
 class _TwoParts(VTensorLayer):
@@ -90,17 +82,11 @@ class _TwoParts(VTensorLayer):
 
         return crop
 
-    def _empty_copy(self) -> VTensorLayer:
-        copied = super()._empty_copy()
+    def __deepcopy__(self, memo: dict[int, Any]) -> VTensorLayer:
+        """As ``VTensorLayer.__deepcopy__``, with copies of the linear states."""
+        copied = super().__deepcopy__(memo)
         copied.__dict__.update(copy.deepcopy(_linear_states(self)))
         return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"linear": _linear_states(self)}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state["linear"])
-        super()._restore(state)
 
 
 def _linear_states(layer: Any) -> dict[str, Any]:

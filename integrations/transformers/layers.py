@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 import vtensor
 from vtensor import CapacityExceeded, InvalidArgument, Pool, VTensor, together
 
-from .changes import BatchChange, Choice, finish, reordered, repeated, selected
+from .changes import BatchChange, Choice, cut, finish, reordered, repeated, selected, twin_of
 
 __all__ = ["VTensorLayer"]
 
@@ -261,9 +261,7 @@ class VTensorLayer(DynamicLayer):
 
     def _take_back(self, length: int) -> None:
         """Undoes a preparation. ``length`` is the number of tokens before it."""
-        for owner in self.owners or ():
-            if owner.length > length:
-                owner.truncate(length)
+        cut(self.owners or (), length)
         self.prepared = 0
 
     def settle(self) -> None:
@@ -271,9 +269,7 @@ class VTensorLayer(DynamicLayer):
         self._end_preparation()
         # An exception between the truncates of K and V leaves two lengths. The shorter one is right.
         if self.owners is not None and self.owners[0].length != self.owners[1].length:
-            shorter = min(owner.length for owner in self.owners)
-            for owner in self.owners:
-                owner.truncate(shorter)
+            cut(self.owners, min(owner.length for owner in self.owners))
 
     def _fill(
         self, key_states: torch.Tensor, value_states: torch.Tensor
@@ -352,10 +348,7 @@ class VTensorLayer(DynamicLayer):
     def truncate(self, length: int) -> None:
         """Keeps the first ``length`` tokens. Whole pages past them go back to the pool."""
         self.settle()
-        if self.owners is not None:
-            for owner in self.owners:
-                if owner.length > length:
-                    owner.truncate(length)
+        cut(self.owners or (), length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens (transformers passes zero or a negative number)."""
@@ -432,8 +425,7 @@ class VTensorLayer(DynamicLayer):
             torch.empty(view.shape, dtype=view.dtype, device="cpu").copy_(view)
             for view in map(self._view, self.owners)
         )
-        for owner in self.owners:
-            owner.truncate(0)
+        cut(self.owners, 0)
 
     def prefetch(self) -> None:
         """Brings K and V back from host memory.
@@ -444,27 +436,22 @@ class VTensorLayer(DynamicLayer):
         if self._away is None or self.owners is None:
             return
         try:
+            cut(self.owners, 0)  # an offload or a prefetch may have been interrupted
             for owner, states in zip(self.owners, self._away, strict=True):
-                owner.truncate(0)  # an offload or a prefetch may have been interrupted
                 owner.append(_heads_first(owner, states.to(owner.device, non_blocking=True)))
             self._away = None
         except BaseException:
             if self._away is not None:
-                for owner in self.owners:
-                    owner.truncate(0)
+                cut(self.owners, 0)
             raise
 
     # ------------------------------------------------------------------ copies
 
-    def _empty_copy(self) -> VTensorLayer:
-        return type(self)(self.max_len, self.pool)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> VTensorLayer:
         """A layer in the same pool that shares all whole pages until either writes (I6)."""
         self.settle()
-        copied = self._empty_copy()
-        copied.record_past, copied.tag = self.record_past, self.tag
-        memo[id(self)] = copied
+        memo[id(self)] = copied = twin_of(self)
+        copied.__dict__.update(owners=None, is_initialized=False)
         if self.owners is not None:
             keys = self.owners[0].fork()
             try:
@@ -472,22 +459,19 @@ class VTensorLayer(DynamicLayer):
             except BaseException:
                 keys.close()
                 raise
-        return copied
+        return copied  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
         """Dense copies of K and V. The pool is not saved."""
         stored = [] if self.owners is None else [self.keys, self.values]
         dense = [states.clone(memory_format=torch.contiguous_format) for states in stored]
-        return {"max_len": self.max_len, "record_past": self.record_past, "dense": dense}
+        return vars(self) | VTensorLayer._released(self) | {"pool": None, "dense": dense}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        VTensorLayer.__init__(self, state["max_len"])
-        self._restore(state)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.record_past = state["record_past"]  # first: a window that records drops nothing
-        if state["dense"]:
-            VTensorLayer.update(self, *state["dense"])
+        dense = state.pop("dense")
+        self.__dict__.update(state)
+        if dense:
+            VTensorLayer.update(self, *dense)
 
 
 def _heads_first(owner: VTensor, states: torch.Tensor) -> torch.Tensor:

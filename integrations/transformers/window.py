@@ -29,9 +29,6 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
 
     def __init__(self, sliding_window: int, max_len: int | None = None, pool: Pool | None = None) -> None:
         VTensorLayer.__init__(self, max_len, pool)
-        self._set_window(sliding_window)
-
-    def _set_window(self, sliding_window: int) -> None:
         self.sliding_window = sliding_window
         self._sliding_window_tensor = torch.tensor(sliding_window, device="cpu")
         self.dropped = 0  # tokens before the first that K and V hold
@@ -154,21 +151,11 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
     def _released(self) -> dict[str, Any]:
         return super()._released() | {"dropped": 0}
 
-    def _empty_copy(self) -> VTensorLayer:
-        copied = type(self)(self.sliding_window, self.max_len, self.pool)
-        copied.dropped = self.dropped
-        return copied
-
     def __getstate__(self) -> dict[str, Any]:
         """Dense copies of the window's K and V. The pool is not saved."""
         state = super().__getstate__()
         held = state["dense"][0].shape[-2] if state["dense"] else 0
-        return state | {"sliding_window": self.sliding_window, "dropped": self.get_seq_length() - held}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._set_window(state["sliding_window"])
-        super()._restore(state)
-        self.dropped = state["dropped"]
+        return state | {"dropped": self.get_seq_length() - held}
 
 
 def _last(view: torch.Tensor, tokens: int) -> torch.Tensor:

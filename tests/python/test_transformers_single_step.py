@@ -10,8 +10,8 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache
 from vtensor.integrations import sdpa
+from vtensor.integrations.sdpa import SingleStepView
 from vtensor.integrations.transformers import VTensorCache
-from vtensor.integrations.transformers.single_step import SingleStepView
 
 from tiny_models import GREEDY, filled, make_llama, one_thread, prompt, run, states  # noqa: F401
 

@@ -7,8 +7,8 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from vtensor.integrations.sdpa import SingleStepView
 from vtensor.integrations.transformers import VTensorCache, VTensorLayer
-from vtensor.integrations.transformers.single_step import SingleStepView
 
 VOCAB = 97
 SIZES = {
