@@ -213,18 +213,28 @@ def flash_attn_with_kvcache(
     if _lists_positions(given):
         lengths, index, added, rows = None, None, 0, 0
     keys, values = tensor_of(k_cache), tensor_of(v_cache)
+
+    def launch(stop: Any, more: int) -> Any:
+        k, v, cache = kernel.views(operation, keys, values, False, stop, more, index, rows)
+        tile = kernel.package.tile
+        if not isinstance(lengths, torch.Tensor):
+            if stop is None or stop + more == k.shape[_POSITIONS]:
+                tile = 0  # kernels never read past the end of a tensor
+        elif tile:  # only the device knows how far it reads
+            k = covered(k_cache, _POSITIONS, _READS_PAST) if isinstance(k_cache, FullExtent) else k
+            v = covered(v_cache, _POSITIONS, _READS_PAST) if isinstance(v_cache, FullExtent) else v
+        return _launch(kernel, q, (k, v, cache), args, kwargs, keys, values, tile=tile)
+
     grows = added and isinstance(keys, VTensor) and isinstance(values, VTensor)
     if not grows or kernel.views is traced_views:
-        taken = kernel.views(operation, keys, values, False, lengths, added, index, rows)
-        if keys is not k_cache or values is not v_cache:
-            taken = _covered(kernel, k_cache, v_cache, lengths, taken)
-        tile = kernel.package.tile and _tile_past(kernel.package.tile, taken[0], lengths, added)
-        return _launch(kernel, q, taken, args, kwargs, keys, values, tile=tile)
+        return launch(lengths, added)
     holds = keys.length
     shortest: Any = lengths
     longest: Any = lengths
     if isinstance(lengths, torch.Tensor):
-        shortest, longest = _range_of(lengths, holds)
+        shortest, longest = 0, holds  # as far as the host knows
+        if lengths.is_cpu and lengths.numel():
+            shortest, longest = (int(length) for length in lengths.aminmax())
     if not (values.length == holds >= longest and shortest >= 0 and keys.grow_dim in (1, 2)):
         raise InvalidArgument(
             f"[{operation}] {added} positions are to be appended after {shortest} to {longest}, k_cache has "
@@ -238,11 +248,7 @@ def flash_attn_with_kvcache(
         if not (type(keys) is VTensor is type(values)):  # no write can copy their pages (I6)
             keys.unshare(shortest, stop)
             values.unshare(shortest, stop)
-        exact = None if isinstance(lengths, torch.Tensor) else stop
-        taken = views(operation, keys, values, False, exact, 0, index, rows)
-        if keys is not k_cache or values is not v_cache:
-            taken = _covered(kernel, k_cache, v_cache, lengths, taken)
-        return _launch(kernel, q, taken, args, kwargs, keys, values)
+        return launch(None if isinstance(lengths, torch.Tensor) else stop, 0)
     except BaseException:
         for owner in (keys, values):
             if owner.length > holds:
@@ -253,36 +259,6 @@ def flash_attn_with_kvcache(
 def _lists_positions(given: Mapping[str, Any]) -> bool:
     """Whether the kernel takes the positions to read or write from a list, such as a table of pages."""
     return any(given.get(name) is not None for name in _NO_ROWS)
-
-
-def _range_of(lengths: torch.Tensor, holds: int) -> tuple[int, int]:
-    """The shortest and the longest row. The host takes lengths on a device for 0 to ``holds``."""
-    if not lengths.is_cpu or not lengths.numel():
-        return 0, holds
-    shortest, longest = lengths.aminmax()
-    return int(shortest), int(longest)
-
-
-def _tile_past(tile: int, keys: torch.Tensor, lengths: Any, added: int) -> int:
-    """``tile``, or 0 if the lengths are all of ``keys``: kernels never read past the end of a tensor."""
-    if lengths is None or (
-        not isinstance(lengths, torch.Tensor) and lengths + added == keys.shape[_POSITIONS]
-    ):
-        return 0
-    return tile
-
-
-def _covered(kernel: _Kernel, k_cache: KV, v_cache: KV, lengths: Any, taken: Taken) -> Taken:
-    """The whole full extents if the kernel reads tiles and only the device knows the lengths, else
-    ``taken``."""
-    if not kernel.package.tile or not isinstance(lengths, torch.Tensor):
-        return taken
-    keys, values, cache = taken
-    if isinstance(k_cache, FullExtent):
-        keys = covered(k_cache, _POSITIONS, tail=_READS_PAST)
-    if isinstance(v_cache, FullExtent):
-        values = covered(v_cache, _POSITIONS, tail=_READS_PAST)
-    return keys, values, cache
 
 
 def _launch(

@@ -12,9 +12,8 @@ from pathlib import Path
 import vtensor
 
 from . import measure
-from .model import make_llama
+from .model import TEXT, make_llama, read_tokens
 from .report import notes, save_picture, table
-from .text import TEXT, read_tokens
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
@@ -59,7 +58,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         figures = {
             "settings": asdict(settings),
-            "rows": [asdict(row) | {"over_percent": row.over_percent} for row in rows],
+            "rows": rows,
             "check": asdict(checked),
             "picture": str(options.picture),
             "failure": failure,

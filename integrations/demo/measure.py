@@ -25,6 +25,8 @@ GROWING = "DynamicCache"
 LIMIT = "preallocated"
 PADDING = 0  # any token will do
 
+Row = dict[str, Any]  # the figures of one cache; sizes are bytes
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -47,24 +49,6 @@ class Settings:
 
 FULL = Settings(8192, 128, 2, 4096, 131072, 512, 8, 16384)
 QUICK = Settings(384, 24, 2, 1024, 4096, 128, 4, 4096)
-
-
-@dataclass
-class Row:
-    """The figures of one cache. Sizes are bytes."""
-
-    cache: str
-    prefill_seconds: float
-    decode_tokens_per_second: float
-    bytes_copied_for_growth: int
-    kv_mapped: int
-    kv_needed: int
-    kv_peak: int  # including the copy that growth makes
-
-    @property
-    def over_percent(self) -> float:
-        """KV memory mapped beyond what the tokens need, in per cent of that need."""
-        return 100.0 * (self.kv_mapped / self.kv_needed - 1.0)
 
 
 @dataclass(frozen=True)
@@ -159,15 +143,17 @@ class CacheRun(BaseStreamer):
         self.logits.extend(result.logits)
 
     def row(self, needed: int) -> Row:
-        return Row(
-            cache=self.name,
-            prefill_seconds=self.prefill_seconds,
-            decode_tokens_per_second=1.0 / statistics.median(self.seconds),
-            bytes_copied_for_growth=self.copied,
-            kv_mapped=self.samples[-1].mapped,
-            kv_needed=needed,
-            kv_peak=max(sample.peak for sample in self.samples),
-        )
+        mapped = self.samples[-1].mapped
+        return {
+            "cache": self.name,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_tokens_per_second": 1.0 / statistics.median(self.seconds),
+            "bytes_copied_for_growth": self.copied,
+            "kv_mapped": mapped,
+            "kv_needed": needed,
+            "kv_peak": max(sample.peak for sample in self.samples),  # including the copy that growth makes
+            "over_percent": 100.0 * (mapped / needed - 1.0),  # mapped beyond the need
+        }
 
 
 @dataclass

@@ -23,14 +23,14 @@ LINES = {  # color and label
 
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
-    "cache": lambda row: row.cache,
-    "prefill s": lambda row: f"{row.prefill_seconds:.1f}",
-    "decode tokens/s": lambda row: f"{row.decode_tokens_per_second:.1f}",
-    "copied for growth": lambda row: f"{row.bytes_copied_for_growth / MIB:,.1f} MiB",
-    "KV mapped": lambda row: f"{row.kv_mapped / MIB:.1f} MiB",
-    "KV needed": lambda row: f"{row.kv_needed / MIB:.1f} MiB",
-    "over": lambda row: f"{row.over_percent:.2f} %",
-    "peak KV": lambda row: f"{row.kv_peak / MIB:.1f} MiB",
+    "cache": lambda row: row["cache"],
+    "prefill s": lambda row: f"{row['prefill_seconds']:.1f}",
+    "decode tokens/s": lambda row: f"{row['decode_tokens_per_second']:.1f}",
+    "copied for growth": lambda row: f"{row['bytes_copied_for_growth'] / MIB:,.1f} MiB",
+    "KV mapped": lambda row: f"{row['kv_mapped'] / MIB:.1f} MiB",
+    "KV needed": lambda row: f"{row['kv_needed'] / MIB:.1f} MiB",
+    "over": lambda row: f"{row['over_percent']:.2f} %",
+    "peak KV": lambda row: f"{row['kv_peak'] / MIB:.1f} MiB",
 }
 
 
@@ -44,7 +44,7 @@ def table(rows: list[Row]) -> str:
 
 def notes(settings: Settings, rows: list[Row], checked: Check) -> str:
     """The conclusions from the figures, and the checks behind them."""
-    speed = {row.cache: row.decode_tokens_per_second for row in rows}
+    speed = {row["cache"]: row["decode_tokens_per_second"] for row in rows}
     over_dynamic = speed[OURS] / speed["DynamicCache"]
     to_limit = speed[OURS] / speed[LIMIT]
     difference = max(checked.largest_difference.values())
@@ -70,7 +70,9 @@ def save_picture(path: Path, runs: list[CacheRun], rows: list[Row], settings: Se
     axes = figure.subplot_mosaic([["pages", "pages"], ["memory", "generation"]], height_ratios=[1.25, 1])
     _draw_pages(axes["pages"], ours, settings)
     _draw_memory(axes["memory"], runs)
-    _draw_memory_of_generation(axes["generation"], ours, settings, rows[0].kv_needed // settings.final_length)
+    _draw_memory_of_generation(
+        axes["generation"], ours, settings, rows[0]["kv_needed"] // settings.final_length
+    )
     for name in ("memory", "generation"):
         axes[name].set(xlabel="tokens in the cache", ylabel="MiB", axisbelow=True)
         axes[name].grid(axis="y", color="#eceff1")

@@ -104,19 +104,17 @@ def unregister_attention() -> None:
 
 
 def _left_padding(
-    batch_size: int,
+    *,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Any = None,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     local_size: int | None = None,
     config: Any = None,
-    **kwargs: Any,
+    **others: Any,
 ) -> torch.Tensor | None:
     """The mask that ``forward`` gets for K of ``kv_length`` tokens: [batch, kv_length], or None without
     padding.

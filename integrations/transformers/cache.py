@@ -5,7 +5,6 @@ Follows ``transformers/cache_utils.py`` of transformers 5.23 (``Cache``, ``Dynam
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -251,17 +250,6 @@ class VTensorCache(DynamicCache):
         to ``Pool(cache=)`` bytes, until others need them or ``Pool.trim()`` gives them back to the system.
         """
         finish(super().reset)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> VTensorCache:
-        """A cache in the same pool whose layers share all whole pages with this one's until either writes
-        (I6).
-
-        Apart from the layers, it does what copy.deepcopy does by default in two thirds of the time.
-        """
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
-        return copied
 
 
 def encoder_decoder_cache(

@@ -196,10 +196,9 @@ class VTensorLayer(DynamicLayer):
                 f"[VTensorCache.update] keys of {new} tokens with values of {value_states.shape[-2]}: "
                 "pass as many of both"
             )
-        fresh = self.owners is None
-        if self.get_seq_length() == 0 and not fresh and not self._takes(key_states, value_states):
+        if self.owners and not self.get_seq_length() and not self._takes(key_states, value_states):
             self._release()  # empty, and made for other shapes
-            fresh = True
+        fresh = self.owners is None
         if fresh:
             self.lazy_initialization(key_states, value_states)
         self._before_growth(new)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
@@ -37,7 +38,7 @@ def serving_cache(model: PreTrainedModel, max_batch: int, max_len: int, **option
     return KVCache(config.num_hidden_layers, heads, head_dim, max_batch, max_len, **placed | options)
 
 
-class ServedModel:
+class ServedModel(AbstractContextManager["ServedModel", None]):
     """The ``forward`` of ``vtensor.serving.Engine``, for decoder-only models with full or sliding-window
     attention::
 
@@ -207,9 +208,6 @@ class ServedModel:
         if self.model.config._attn_implementation == self._name:
             self.model.set_attn_implementation(self._own_name)
         AttentionInterface._global_mapping.pop(self._name, None)
-
-    def __enter__(self) -> ServedModel:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from vtensor.integrations.demo import measure, model, text
+from vtensor.integrations.demo import measure, model
 from vtensor.integrations.transformers import VTensorCache
 
 import vtensor
@@ -101,11 +101,11 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_the_full_demo_reads_8000_tokens_of_a_real_text() -> None:
     settings = measure.FULL
     assert settings.prompt - 1 >= 8000 and settings.new == 128
-    tokens = text.read_tokens(settings.prompt - 1, settings.vocab_size)
+    tokens = model.read_tokens(settings.prompt - 1, settings.vocab_size)
     assert tokens.shape == (1, settings.prompt - 1) and tokens.max() < settings.vocab_size
     assert tokens.unique().numel() > 2000
     with pytest.raises(ValueError, match="ask for fewer"):
-        text.read_tokens(10**6, settings.vocab_size)
+        model.read_tokens(10**6, settings.vocab_size)
 
 
 def test_mapped_kv_is_at_most_2_percent_above_need_at_8k() -> None:
