@@ -69,11 +69,11 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
         ready = all(layer.is_initialized for layer in layers) or any(
             layer.get_seq_length() for layer in layers
         )
-        sizes = [] if ready else _local_states(module, inputs, cache)
+        sizes = [] if ready else list(_local_states(module, inputs, cache))
         error: VTensorError | None = None
         try:
-            for layer, (keys, values) in sizes:
-                layer.lazy_initialization(keys, values)
+            for layer, states in sizes:
+                layer.lazy_initialization(*states)
             cache.prepare(inputs.shape[1])
         except VTensorError as refused:
             error = refused
@@ -137,16 +137,13 @@ def _group(world: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
 
 def _local_states(
     model: torch.nn.Module, inputs: torch.Tensor, cache: VTensorCache
-) -> list[tuple[VTensorLayer, tuple[torch.Tensor, torch.Tensor]]]:
+) -> Iterator[tuple[VTensorLayer, list[torch.Tensor]]]:
     """Empty K and V of each layer of `cache`, of the shape that they will have for a batch of `inputs`."""
     probe = DynamicCache(config=model.config)
     name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
     with torch.no_grad():
         model(**{name: inputs[:1, :1], CACHE: probe}, use_cache=True)
-    sizes = []
     for layer, found in zip(cache.layers, probe.layers, strict=True):
         if isinstance(layer, VTensorLayer) and found.keys is not None:
-            states = (found.keys[:, :, :0], found.values[:, :, :0])
-            keys, values = (x.expand(len(inputs), *x.shape[1:]) for x in states)
-            sizes.append((layer, (keys, values)))
-    return sizes
+            states = (found.keys, found.values)
+            yield layer, [x[:, :, :0].expand(len(inputs), -1, -1, -1) for x in states]

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import default_device, device_of, integer, items, of_type, require_tables, tag_of
+from vtensor._base.arguments import device_of, integer, items, of_type, require_tables, tag_of
 from vtensor._base.notebook import Drawn
 from vtensor._base.processes import Closes
 from vtensor._base.streams import Stream, stream_handle
@@ -93,7 +93,7 @@ class KVCache(Closes, Drawn):
     ) -> None:
         self._sleeps_as = tag_of("KVCache", tag)
         if pool is None:
-            pool = default_pool(default_device() if device is None else device)
+            pool = default_pool(torch.get_default_device() if device is None else device)
         elif of_type("KVCache", "pool", pool, Pool) and device is not None:
             on = device_of("KVCache", device)
             if on.type != pool.device.type or on.index not in (None, pool.device.index or 0):

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import choice, default_device, device_of, integer, items, of_type, tag_of
+from vtensor._base.arguments import choice, device_of, integer, items, of_type, tag_of
 from vtensor._base.notebook import bundle
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
@@ -631,7 +631,7 @@ def _make(
     if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
         raise InvalidArgument(f"[empty] dtype is {dtype!r}: give a torch.dtype that is not quantized")
     if pool is None:
-        pool = default_pool(default_device() if device is None else device)
+        pool = default_pool(torch.get_default_device() if device is None else device)
     elif not _same_device(device, of_type("empty", "pool", pool, Pool).device):
         raise InvalidArgument(f"[empty] device is {device}, the pool's {pool.device}: leave one of them out")
     core = TensorCore(

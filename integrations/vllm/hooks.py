@@ -14,8 +14,7 @@ import functools
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -143,7 +142,7 @@ class GrowingBlockPool(BlockPool):
             ) from None
         say_on(memory)
 
-    # The blocks that the budget leaves; for the methods of BlockPool itself, those of the table.
+    # The blocks that the budget leaves; for BlockPool.reset_prefix_cache, those of the table.
     def get_num_free_blocks(self) -> int:
         free = super().get_num_free_blocks()
         if self._counts_table:
@@ -151,29 +150,23 @@ class GrowingBlockPool(BlockPool):
         used = self.num_gpu_blocks - free  # blocks that wait for a step are held again without memory
         return int(max(0, min(free, self.memory.most - used)))
 
-    @contextmanager
-    def _counting_table(self) -> Iterator[None]:
-        self._counts_table = True
-        try:
-            yield
-        finally:
-            self._counts_table = False
-
     def get_usage(self) -> float:
         return float(self.memory.mapped / max(1, min(self.memory.most, self.num_gpu_blocks)))
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         if num_blocks > self.get_num_free_blocks():
             raise NoRoom
-        short = self._reuse_cached(num_blocks)
+        short = self.memory.shortage([block.block_id for block in self._first_free(num_blocks)])
+        if short:  # take the longest unused cached blocks before others without memory
+            self.forget_lost()
+            self._take_next(self._oldest_cached(short))
         numbers = [block.block_id for block in self._first_free(num_blocks)]
         self.memory.hold(numbers)
         reused = [number for number in numbers if self._cached.pop(number, None)]
         if short:
             self.shortages.evicted += len(reused)
         self._empty.difference_update(numbers)
-        with self._counting_table():
-            return list(super().get_new_blocks(num_blocks))
+        return list(super().get_new_blocks(num_blocks))
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         idle = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
@@ -206,8 +199,11 @@ class GrowingBlockPool(BlockPool):
         self.rest()
 
     def reset_prefix_cache(self) -> bool:
-        with self._counting_table():
+        self._counts_table = True
+        try:
             done = super().reset_prefix_cache()
+        finally:
+            self._counts_table = False
         if done:
             self._empty.update(self._cached)  # some may wait for a step
             self._cached.clear()
@@ -268,15 +264,6 @@ class GrowingBlockPool(BlockPool):
         for block in blocks:
             self.free_block_queue.remove(block)
         self.free_block_queue.prepend_n(blocks)
-
-    def _reuse_cached(self, count: int) -> int:
-        """If memory is short, takes the longest unused cached blocks before others without memory. Returns
-        the number of blocks that are short."""
-        short = self.memory.shortage([block.block_id for block in self._first_free(count)])
-        if short:
-            self.forget_lost()
-            self._take_next(self._oldest_cached(short))
-        return short
 
 
 def _allocate_or_none(

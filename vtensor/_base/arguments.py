@@ -115,11 +115,6 @@ def device_of(operation: str, value: Any) -> torch.device:
         ) from None
 
 
-def default_device() -> torch.device:
-    """The device of torch's tensors that name none: ``torch.set_default_device``, ``with device:``."""
-    return torch.get_default_device()
-
-
 def tag_of(operation: str, tag: object) -> str:
     """`tag`, after a check that it is a name."""
     if not isinstance(tag, str) or not tag:

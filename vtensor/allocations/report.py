@@ -117,14 +117,12 @@ def picture(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> 
         VTensorError: if matplotlib is missing, or the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as missing:
         what = f"[replay-allocations] a picture needs {missing.name}: pip install 'vtensor[plot]'"
         raise VTensorError(what) from missing
     columns = max(len(comparison.needs) for comparison in comparisons)
     figure = Figure(figsize=(1 + 3 * columns, 0.6 + 2.6 * len(comparisons)), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(comparisons), columns, sharex="row", sharey="row", squeeze=False)
     for line, comparison in zip(grid, comparisons, strict=True):
         live = comparison.trace.live_bytes()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -68,8 +67,7 @@ def _run(arguments: list[str]) -> int:
     commands.add_parser("demo", help="a real text, read and continued with each cache", add_help=False)
     commands.add_parser("bench", help="figures beside their baselines, from a checkout", add_help=False)
     if arguments[:1] not in (["info"], ["top"], ["demo"], ["bench"]):
-        if _has_replay():
-            _imported("replay.cli").add_parser(commands)
+        _imported("replay.cli").add_parser(commands)
         _imported("allocations.cli").add_parser(commands)
 
     options, rest = parser.parse_known_args(arguments)
@@ -99,10 +97,6 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
         return 1
     status: int = demo.main(rest)
     return status
-
-
-def _has_replay() -> bool:
-    return bool(importlib.util.find_spec("vtensor.replay") and importlib.util.find_spec("vtensor.replay.cli"))
 
 
 def _print_error(line: str) -> None:

@@ -71,13 +71,11 @@ def picture(results: Sequence[Result], path: str | os.PathLike[str], title: str)
         VTensorError: if matplotlib is missing.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as missing:
         what = f"[replay] a picture needs {missing.name}: pip install 'vtensor[plot]'"
         raise VTensorError(what) from missing
     figure = Figure(figsize=(16, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     running, held, first, each = figure.subplots(1, 4)
     for result in results:
         seconds = [sample.seconds for sample in result.samples]
