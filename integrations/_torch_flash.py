@@ -17,6 +17,7 @@ import torch
 from vtensor import InvalidArgument
 
 from ._kv import append
+from .sdpa import scaled_dot_product_attention
 
 Lengths = int | torch.Tensor | None
 Window = tuple[int | None, int | None]
@@ -116,8 +117,6 @@ def _attend(
     queries, length = q.shape[1], k.shape[1]
     if _has_flash(q):
         return _flash(q, k, v, (None, None, queries, length), scale, window)
-    from .sdpa import scaled_dot_product_attention
-
     mask = None
     if window not in ((-1, 0), (-1, -1)):
         left, right = window

@@ -84,9 +84,8 @@ class FullExtent:
         if stop > owner.capacity:
             stop = max(length, owner.capacity)
         before = owner.length
-        if (
-            stop == self._covered and before >= self._length
-        ):  # if shorter, truncated positions lie past the length
+        # If it is shorter, truncated positions lie past the length.
+        if stop == self._covered and before >= self._length:
             self._length = before
             return self
         try:

@@ -64,14 +64,11 @@ def scaled_dot_product_attention(
     take = traced_views if is_dynamo_compiling() else views
     keys, values, cache = take(_OPERATION, key, value, True)
     queries, length = query.shape[-2], keys.shape[-2]
-    mask, upper_left = attn_mask, False
+    mask, upper_left = attn_mask, is_causal and 1 < queries == length  # both alignments are the same
     if is_causal and mask is not None:
         raise InvalidArgument(f"[{_OPERATION}] attn_mask and is_causal=True: put both into attn_mask")
-    if is_causal and queries > 1:
-        if queries == length:  # both alignments are the same
-            upper_left = True
-        else:
-            mask = _lower_right(queries, length, query.device)
+    if is_causal and queries > 1 and not upper_left:
+        mask = _lower_right(queries, length, query.device)
     with leased(_OPERATION, query, key, value, cache=cache):
         heads = query.shape[1]
         grouped = enable_gqa and heads != keys.shape[1]
@@ -113,25 +110,10 @@ class SingleStepView(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # The function above gives a mask and is_causal= another meaning than torch does.
+        masked = len(args) > 3 or kwargs.get("attn_mask") is not None or kwargs.get("is_causal")
         with torch._C.DisableTorchFunctionSubclass():
-            if operation is _SDPA:
-                return _single_step(*args, **kwargs or {})
-            return operation(*args, **kwargs or {})
-
-
-def _single_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    # The function above gives a mask and is_causal= another meaning than torch does.
-    if enable_gqa and attn_mask is None and not is_causal:
-        return scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=True
-        )
-    return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            if operation is _SDPA and kwargs.get("enable_gqa") and not masked:
+                return scaled_dot_product_attention(*args, **kwargs)
+            return operation(*args, **kwargs)

@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from vtensor import InvalidArgument
 
+from ..flash_attention import flash_attn_with_kvcache
+
 __all__ = ["register_attention", "unregister_attention"]
 
 # Not "flash...": transformers searches for a package to load if the name contains that.
@@ -41,11 +43,7 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
     not fit the cache or is more than causal, chunked attention past its first chunk, dropout, attention
     sinks, and position biases.
     """
-    if kernel is None:
-        from ..flash_attention import flash_attn_with_kvcache
-
-        kernel = flash_attn_with_kvcache
-    call = kernel
+    call = kernel or flash_attn_with_kvcache
 
     def forward(
         module: torch.nn.Module,

@@ -154,13 +154,10 @@ class VTensorLayer(DynamicLayer):
     def _before_growth(self, new: int) -> None:
         """Reserves addresses for `new` more tokens, if there may be more than max_len."""
         if self.owners is not None and (self.max_len is None or self.record_past):
-            keys, values = self.owners
-            need = max(keys.length, values.length) + new
-            # One by one: if the second fails, the first has moved, which changes no content.
-            if need > keys.capacity:
-                together.reserve(keys, 2 * need)
-            if need > values.capacity:
-                together.reserve(values, 2 * need)
+            need = max(owner.length for owner in self.owners) + new
+            for owner in self.owners:  # if the second fails, the first has moved, which changes no content
+                if need > owner.capacity:
+                    together.reserve(owner, 2 * need)
 
     # ------------------------------------------------------------------ growth
 

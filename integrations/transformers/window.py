@@ -33,14 +33,11 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         self._sliding_window_tensor = torch.tensor(sliding_window, device="cpu")
         self.dropped = 0  # tokens before the first that K and V hold
 
-    @property
-    def cumulative_length(self) -> int:
-        """Tokens so far. K and V hold the last of them."""
-        return self.get_seq_length()
-
     def get_seq_length(self) -> int:
         """Tokens so far. K and V hold the last of them."""
         return super().get_seq_length() if torch.compiler.is_compiling() else self.dropped + self._held()
+
+    cumulative_length = property(get_seq_length)  # which transformers' own methods read
 
     def _assigned(self, owners: list[VTensor]) -> dict[str, Any]:
         return {"dropped": self.get_seq_length() - min(owner.length for owner in owners)}

@@ -293,8 +293,7 @@ def _pool_of(scheduler: Scheduler) -> GrowingBlockPool | None:
 
 def _add_foreseen(add: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
     added = add(scheduler, *args, **kwargs)
-    pool = _pool_of(scheduler)
-    if pool is not None:
+    if (pool := _pool_of(scheduler)) is not None:
         pool.prepare(_blocks_of_next_step(scheduler))
     return added
 
@@ -337,8 +336,7 @@ def _blocks_of_next_step(scheduler: Scheduler) -> int:
 
 def _end_step(update: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
     outputs = update(scheduler, *args, **kwargs)
-    pool = _pool_of(scheduler)
-    if pool is not None:
+    if (pool := _pool_of(scheduler)) is not None:
         pool.memory.end_step()
         pool.rest()
     return outputs

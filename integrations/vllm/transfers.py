@@ -60,8 +60,7 @@ def require_unpinned(transports: str, root: Path = Path("/")) -> None:
     names = [name.strip() for name in transports.lower().rstrip(", ").split(",")]
     if all(name in _UNPINNED for name in names):
         return
-    anything = names[0] in ("", "all") or names[0].startswith("^")
-    if anything:
+    if names[0] in ("", "all") or names[0].startswith("^"):  # anything
         found = _present(_PINNING, root)
     elif all(name in _UNPINNED + _SHARED_MEMORY for name in names):
         found = _present(_PINNING_SHARED_MEMORY, root)
