@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import Any, Literal, cast
 
@@ -197,15 +197,12 @@ class KVCache(Closes, Drawn):
             CapacityExceeded: a length above ``max_len``.
             DriverError, TimedOut, Closed: nothing was changed.
         """
-        # No isinstance check of torch's metaclass for what engines pass: it costs as much as the whole step.
-        if type(lengths) is not list:
-            lengths = self._as_list("KVCache.step", lengths)
-        try:
-            if bands is None:
+        if type(lengths) is list and bands is None:  # as engines call it: a check more costs a tenth of it
+            try:
                 return CacheCore.step(self._core, lengths)
-            return CacheCore.step(self._core, lengths, self._bands("KVCache.step", bands))
-        except TypeError:
-            raise self._no_lengths("KVCache.step", lengths) from None
+            except TypeError:
+                pass  # the same call below says why
+        return self._ask("KVCache.step", CacheCore.step, lengths, self._bands("KVCache.step", bands))
 
     def prepare(self, lengths: Sequence[int] | torch.Tensor) -> bool:
         """Announces a :meth:`step`: the pool's mapper maps its pages now, so that the step itself makes no
@@ -230,12 +227,7 @@ class KVCache(Closes, Drawn):
         Raises:
             InvalidArgument, CapacityExceeded, Closed: as :meth:`step` does.
         """
-        if type(lengths) is not list:
-            lengths = self._as_list("KVCache.prepare", lengths)
-        try:
-            return CacheCore.prepare(self._core, lengths)
-        except TypeError:
-            raise self._no_lengths("KVCache.prepare", lengths) from None
+        return self._ask("KVCache.prepare", CacheCore.prepare, lengths)
 
     def fits(
         self,
@@ -261,12 +253,7 @@ class KVCache(Closes, Drawn):
         Raises:
             InvalidArgument, CapacityExceeded: as :meth:`step` does.
         """
-        if type(lengths) is not list:
-            lengths = self._as_list("KVCache.fits", lengths)
-        try:
-            return CacheCore.fits(self._core, lengths, self._bands("KVCache.fits", bands), wait)
-        except TypeError:
-            raise self._no_lengths("KVCache.fits", lengths) from None
+        return self._ask("KVCache.fits", CacheCore.fits, lengths, self._bands("KVCache.fits", bands), wait)
 
     def waits_for_others(self, lengths: Sequence[int] | torch.Tensor) -> bool:
         """Whether other pools of a shared budget hold memory, and ``step(lengths)`` would be granted if they
@@ -278,11 +265,7 @@ class KVCache(Closes, Drawn):
         Raises:
             InvalidArgument, CapacityExceeded: as :meth:`step` does.
         """
-        lengths = self._as_list("KVCache.waits_for_others", lengths)
-        try:
-            return CacheCore.waits_for_others(self._core, lengths)
-        except TypeError:
-            raise self._no_lengths("KVCache.waits_for_others", lengths) from None
+        return self._ask("KVCache.waits_for_others", CacheCore.waits_for_others, lengths)
 
     def free(self, slot: int, stream: Stream | None = None) -> None:
         """Ends a request. Its pages stay with the slot for the next one, until others need them.
@@ -623,11 +606,17 @@ class KVCache(Closes, Drawn):
     def _await_arrivals(self, seconds: float) -> bool:
         return CacheCore.await_arrivals(self._core, seconds)
 
-    def _as_list(self, operation: str, lengths: Any) -> list[int]:
-        return items(operation, "lengths", lengths, self._lengths_wanted)
-
-    def _no_lengths(self, operation: str, lengths: object) -> InvalidArgument:
-        return InvalidArgument(f"[{operation}] lengths is {lengths!r}: give {self._lengths_wanted}")
+    def _ask(self, operation: str, call: Callable[..., bool], lengths: Any, *others: object) -> bool:
+        """The core's answer for a length of each slot."""
+        # No isinstance check of torch's metaclass for what engines pass: it costs as much as a whole step.
+        if type(lengths) is not list:
+            lengths = items(operation, "lengths", lengths, self._lengths_wanted)
+        try:
+            return call(self._core, lengths, *others)
+        except TypeError:
+            raise InvalidArgument(
+                f"[{operation}] lengths is {lengths!r}: give {self._lengths_wanted}"
+            ) from None
 
     @property
     def _lengths_wanted(self) -> str:
