@@ -93,9 +93,7 @@ def flash_attn_with_kvcache(
     others.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
     _refuse_others("flash_attn_with_kvcache", **others)
     batch, window = q.shape[0], _window(causal, window_size)
-    added = 0
-    if k is not None or v is not None:
-        added = append(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
+    added = 0 if k is v is None else append(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     if not any(isinstance(t, torch.Tensor) for t in (cache_seqlens, cache_batch_idx, cache_leftpad)):
         stop = k_cache.shape[1] if cache_seqlens is None else int(cache_seqlens) + added
         keys, values = (t.narrow(0, 0, batch).narrow(1, 0, stop) for t in (k_cache, v_cache))

@@ -359,8 +359,7 @@ def _fa4_with_kvcache(module: Any) -> Callable[..., Any]:
         num_splits: int = 1,
         return_softmax_lse: bool = False,
     ) -> Any:
-        given = k is not None or v is not None
-        added = append(q, k_cache, v_cache, k, v, cache_seqlens) if given else 0
+        added = 0 if k is v is None else append(q, k_cache, v_cache, k, v, cache_seqlens)
         batch = q.shape[0]
         if k_cache.shape[0] > batch:  # this package takes no further rows
             k_cache, v_cache = k_cache[:batch], v_cache[:batch]

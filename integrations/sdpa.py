@@ -64,11 +64,14 @@ def scaled_dot_product_attention(
     take = traced_views if is_dynamo_compiling() else views
     keys, values, cache = take(_OPERATION, key, value, True)
     queries, length = query.shape[-2], keys.shape[-2]
-    mask, upper_left = attn_mask, is_causal and 1 < queries == length  # both alignments are the same
+    mask, upper_left = attn_mask, False
     if is_causal and mask is not None:
         raise InvalidArgument(f"[{_OPERATION}] attn_mask and is_causal=True: put both into attn_mask")
-    if is_causal and queries > 1 and not upper_left:
-        mask = _lower_right(queries, length, query.device)
+    if is_causal and queries > 1:
+        if queries == length:  # both alignments are the same
+            upper_left = True
+        else:
+            mask = _lower_right(queries, length, query.device)
     with leased(_OPERATION, query, key, value, cache=cache):
         heads = query.shape[1]
         grouped = enable_gqa and heads != keys.shape[1]

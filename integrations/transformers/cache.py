@@ -107,10 +107,10 @@ class VTensorCache(DynamicCache):
                 self.update(keys, values, number)
 
     @classmethod
-    def over(cls, cache: DynamicCache) -> VTensorCache:
+    def over(cls, cache: DynamicCache, compiled: bool = False) -> VTensorCache:
         """Makes a cache of the layers of ``cache``, unchanged."""
         made = cls.__new__(cls)
-        made.__dict__.update(cache.__dict__, max_len=None, compiled=False)
+        made.__dict__.update(cache.__dict__, max_len=None, compiled=compiled)
         return made
 
     @property

@@ -90,8 +90,7 @@ def installed(pool: Pool | None = None) -> Iterator[None]:
 
 def _growing(cache: Any, pool: Pool | None, compiled: bool) -> Any:
     if type(cache) is DynamicCache and cache.layers:
-        made = VTensorCache.over(cache)
-        made.compiled = compiled
+        made = VTensorCache.over(cache, compiled)
         made.layers = [growing(layer, None, pool) for layer in cache.layers]
         return made
     if type(cache) is EncoderDecoderCache:
