@@ -181,8 +181,8 @@ def replay(
         if not number > 0:
             raise InvalidArgument(f"[replay] {name}={number}: it must be over 0")
     service = service or ServiceModel()
-    promised = (slo_ttft, slo_tpot, slower)
-    return _Replay(policy, cache, rows, token_bytes, service, speed, token_budget, *promised).run(progress)
+    promises = Promises(slo_tpot, slo_ttft, slower)
+    return _Replay(policy, cache, rows, token_bytes, service, speed, token_budget, promises).run(progress)
 
 
 class _Replay:
@@ -195,22 +195,14 @@ class _Replay:
         service: ServiceModel,
         speed: float,
         token_budget: int,
-        slo_ttft: float,
-        slo_tpot: float,
-        slower: float,
+        promises: Promises,
     ) -> None:
         self.policy, self.cache, self.rows, self.token_bytes = policy, cache, rows, token_bytes
-        self.service, self.speed = service, speed
-        self.slo_ttft, self.slo_tpot = slo_ttft, slo_tpot
+        self.service, self.speed, self.promises = service, speed, promises
         self.pool = cache.pool if isinstance(cache, KVCache) else None
         self.now = 0.0
         schedule = POLICIES[policy].schedule if policy in POLICIES else first_come
-        terms = Terms(
-            token_budget=token_budget,
-            clock=lambda: self.now,
-            promises=Promises(slo_tpot, slo_ttft, slower),
-        )
-        self.scheduler = schedule(cache, terms)
+        self.scheduler = schedule(cache, Terms(token_budget, lambda: self.now, promises))
         self.next_row = 0
         self.rejected = 0
         self.delays: list[float] = []
@@ -301,7 +293,7 @@ class _Replay:
         tpot = (self.now - first) / (tokens - 1) if tokens > 1 else 0.0
         if tokens > 1:
             self.tpots.append(tpot)
-        if ttft > self.slo_ttft or tpot > self.slo_tpot:
+        if ttft > self.promises.ttft or tpot > self.promises.tpot:
             self.broken += 1
 
     def _sample(self, began: float, running: int) -> None:
@@ -364,8 +356,8 @@ class _Replay:
             tpot_mean=sum(tpots) / len(tpots) if tpots else 0.0,
             tpot_p50=quantile(tpots, 0.50),
             tpot_p99=quantile(tpots, 0.99),
-            slo_ttft=self.slo_ttft,
-            slo_tpot=self.slo_tpot,
+            slo_ttft=self.promises.ttft,
+            slo_tpot=self.promises.tpot,
             broken=self.broken + failed,
             seconds=self.now,
             output_tokens=self.output_tokens,
