@@ -448,3 +448,20 @@ def test_a_token_budget_is_a_whole_number(small):
     with vtensor.KVCache(1, 1, 4, 4, 64, pool=small) as cache:
         with pytest.raises(vtensor.InvalidArgument, match="token_budget is a float"):
             Scheduler(cache, token_budget=5.5)
+
+
+def test_a_pool_looks_through_its_tensors_where_the_stack_is_full(monkeypatch):
+    """A RecursionError is a RuntimeError, as that of a set that changes is, and would come again for ever."""
+    refused = iter([1])
+
+    def too_deep(weak):
+        if next(refused, None):
+            raise RecursionError
+        yield from ()
+
+    pool = vtensor.Pool("cpu", page_size=4096)
+    monkeypatch.setattr(weakref.WeakSet, "__iter__", too_deep)
+    with pytest.raises(RecursionError):
+        pool.wait_idle()
+    monkeypatch.undo()
+    pool.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
 from typing import TypeVar
 
 __all__ = ["members"]
@@ -15,5 +14,9 @@ def members(weak: weakref.WeakSet[T]) -> list[T]:
     """What is in a set at one moment. A finalizer, a signal handler or another thread may add to it
     meanwhile: then Python refuses to go on, and it is read again."""
     while True:
-        with suppress(RuntimeError):
+        try:
             return list(weak)
+        except RecursionError:  # a RuntimeError that would come again, for ever
+            raise
+        except RuntimeError:
+            pass
