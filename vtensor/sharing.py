@@ -25,6 +25,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing import context, reduction
 from typing import Any, NoReturn, cast
 
@@ -388,7 +389,7 @@ class ModuleReader(ObjectReader):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, as ``load_state_dict(..., assign=True)`` takes them: those of the
-        module's own ``state_dict()``, so none that is not persistent."""
+        module's own ``state_dict()``, so none that is not persistent, and no extra state."""
         self._require_open()
         return dict(self._tensors)
 
@@ -472,8 +473,9 @@ def heap_of(module: torch.nn.Module) -> Heap:
 
 def _reduce_module(shared: SharedModule) -> Any:
     module = shared._module
+    moved = set(map(id, chain(module.parameters(), module.buffers())))  # not what get_extra_state() makes
     saved = module.state_dict(keep_vars=True).items()
-    tensors = {name: value for name, value in saved if isinstance(value, torch.Tensor) and value.numel()}
+    tensors = {name: value for name, value in saved if id(value) in moved and value.numel()}
     addresses = [tensor.data_ptr() for tensor in tensors.values()]
     arenas, files = heap_of(module).core.open_for_readers(addresses)
     sent = _send(files)

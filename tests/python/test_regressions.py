@@ -312,6 +312,23 @@ def test_a_reader_of_a_module_has_the_state_dict_of_that_module():
     pool.close()
 
 
+class Scaled(torch.nn.Linear):
+    """A module with a tensor in its state dict that is made for it, as those of FP8 layers have one."""
+
+    def get_extra_state(self):
+        return torch.ones(3)
+
+
+def test_a_module_with_extra_state_can_be_read():
+    pool = vtensor.Pool("cpu", page_size=4096, shareable=True)
+    module = Scaled(4, 4)
+    vtensor.adopt(module, pool)
+    with received(vtensor.share(module)) as reader:
+        assert set(reader.state_dict()) == {"weight", "bias"}
+    del module
+    pool.close()
+
+
 def test_a_reader_of_a_cache_is_indexed_as_the_cache_is():
     pool = vtensor.Pool("cpu", page_size=4096, shareable=True)
     with vtensor.KVCache(3, 1, 4, 2, 16, pool=pool) as cache, received(cache) as reader:
