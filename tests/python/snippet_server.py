@@ -21,6 +21,11 @@ def _become_child(request: dict) -> dict:
         opened = os.open(request[stream], os.O_RDWR)
         os.dup2(opened, fd)
         os.close(opened)
+    os.chdir(request["cwd"])
+    sys.argv = request["argv"]
+    if request["environment"] is not None:
+        os.environ.clear()
+        os.environ.update(request["environment"])
     return request
 
 

@@ -138,10 +138,7 @@ for version in versions:
 
 def import_beside(name: str, package: str, versions: list[str], cwd: Path) -> list[str]:
     """What importing `name` says where each of these versions of `package` is installed."""
-    command = [sys.executable, "-c", _IMPORT_BESIDE, name, package, *versions]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run_program(_IMPORT_BESIDE, name, package, *versions, cwd=cwd).check().out.splitlines()
 
 
 def within(seconds: float, done):
@@ -245,6 +242,40 @@ def run_snippet(code: str, *, timeout: float = 40.0, finalize: bool = False) -> 
     The process is a child of a server that has imported torch only (snippet_server.py). With `finalize` its
     interpreter exits as others do, which takes a second once torch is imported; otherwise it leaves at once.
     """
+    return _run(_PRELUDE + textwrap.dedent(code), timeout=timeout, finalize=finalize)
+
+
+def run_program(
+    code: str, *arguments: object, cwd: Path | None = None, environment: dict[str, str] | None = None
+) -> Finished:
+    """Runs `code` as `python -c code arguments` does, but that torch and numpy are imported by then, which
+    takes two seconds, and that it leaves without the end of the interpreter, which takes one."""
+    argv = ["-c", *map(str, arguments)]
+    return _run(textwrap.dedent(code), argv=argv, cwd=cwd, environment=environment, timeout=100)
+
+
+# `python -m vtensor`, up to what vtensor looks at to tell that it was started so.
+_COMMAND = """
+import runpy, sys
+sys.orig_argv = ["python", "-m", "vtensor", *sys.argv[1:]]
+runpy.run_module("vtensor", run_name="__main__", alter_sys=True)
+"""
+
+
+def run_command(*arguments: object, before: str = "", **options) -> Finished:
+    """Runs `python -m vtensor arguments` as :func:`run_program` does, after the code `before`."""
+    return run_program(before + _COMMAND, *arguments, **options)
+
+
+def _run(
+    code: str,
+    *,
+    argv: list[str] | None = None,
+    cwd: Path | None = None,
+    environment: dict[str, str] | None = None,
+    timeout: float,
+    finalize: bool = False,
+) -> Finished:
     global _server
     if _server is None or _server.poll() is not None:
         _server = subprocess.Popen(
@@ -256,7 +287,10 @@ def run_snippet(code: str, *, timeout: float = 40.0, finalize: bool = False) -> 
         atexit.register(_server.stdin.close)
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         request = {
-            "code": _PRELUDE + textwrap.dedent(code),
+            "code": code,
+            "argv": argv or ["-c"],
+            "cwd": str(cwd or Path.cwd()),
+            "environment": environment,
             "stdin": os.devnull,
             "stdout": out.name,
             "stderr": err.name,

@@ -10,9 +10,6 @@ import os
 import resource
 import socket
 import struct
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -22,7 +19,7 @@ import torch
 import vtensor
 from cuda_support import device, needs_simcuda
 from reader_process import HANDLES, ReaderProcess, limit_descriptors, receive, rows
-from support import simcuda_disarm, simcuda_leaks, simcuda_library
+from support import run_program, simcuda_disarm, simcuda_leaks, simcuda_library
 from vtensor import _core
 
 pytestmark = needs_simcuda
@@ -141,9 +138,7 @@ def test_a_close_waits_for_them_too(make_pool, sim):
 
 def test_a_close_beside_a_capture_leaves_the_reader_over():
     """So the writer keeps the pages, and the capture stays valid. In a process of its own: it leaks."""
-    script = f"""
-        import sys
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
+    script = """
         from test_device_readers import *
         from support import open_pool
         from stream_support import SimulatedDevice
@@ -162,9 +157,7 @@ def test_a_close_beside_a_capture_leaves_the_reader_over():
         sim.replay(sim.instantiate(graph), stream)
         assert sim.pending(stream) == 0 and sim.illegal_accesses() == 0
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stderr
+    run_program(script).check()
 
 
 def test_a_refused_sync_leaves_no_old_length_over_pages_that_went(make_pool, sim):

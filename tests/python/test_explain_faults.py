@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
 import vtensor
-from support import Finished, run_snippet, simcuda_library
+from support import Finished, run_program, run_snippet, simcuda_library
 
 CACHE = """
 pool = vtensor.Pool("cpu", page_size=4096, budget="64MiB")
@@ -388,11 +386,9 @@ if "on" in sys.argv: vtensor.explain_faults()
 cache[0][0][0, :] = 1
 """
     for argument in ("off", "on"):
-        ended = subprocess.run(
-            [sys.executable, "-c", code, argument], capture_output=True, text=True, timeout=60
-        )
-        assert ended.returncode == -signal.SIGSEGV
-        assert ("vtensor: SIGSEGV" in ended.stderr) == (argument == "on")
+        ended = run_program(code, argument)
+        assert ended.code == -signal.SIGSEGV
+        assert ("vtensor: SIGSEGV" in ended.err) == (argument == "on")
 
 
 def test_reports_go_to_the_file_that_was_named(tmp_path) -> None:

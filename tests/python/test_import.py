@@ -14,20 +14,12 @@ from pathlib import Path
 import pytest
 from vtensor.integrations.vllm import TESTED
 
-from support import import_beside
+from support import import_beside, run_program
 from vtensor import _core
 
 ROOT = Path(__file__).parents[2]
 IMPORT_LIMIT_MS = 60  # of CPU time, that `import vtensor` adds to `import torch`
 IMPORT_RUNS = 5  # other work on the machine only adds: one quiet run is enough
-
-
-def run_python(code: str, cwd: Path) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=100
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def test_import_changes_nothing_but_itself(tmp_path: Path) -> None:
@@ -72,7 +64,7 @@ assert new <= {"vtensor", "torch"}, new
 commands = [name for name in new_modules if name.startswith(("vtensor.cli", "vtensor.testing", "argparse"))]
 assert not commands, commands
 """
-    run_python(code, tmp_path)
+    run_program(code, cwd=tmp_path).check()
 
 
 def test_the_extension_links_no_cuda_and_no_torch_and_lets_out_three_symbols() -> None:
@@ -107,7 +99,7 @@ def test_the_check_of_a_wheel_sees_what_is_wrong(tmp_path: Path) -> None:
 
 def test_import_works_where_nothing_but_torch_is_installed(tmp_path: Path) -> None:
     """Nor does a pool, a tensor or a cache need more; torch itself imports numpy where there is one."""
-    run_python(
+    run_program(
         """
 import sys
 import torch
@@ -120,8 +112,8 @@ t = vtensor.zeros(3, 4, grow_dim=0, capacity=99)
 t.append(torch.ones(1, 4))
 assert t.sum() == 4 and repr(t)
 """,
-        tmp_path,
-    )
+        cwd=tmp_path,
+    ).check()
 
 
 def test_each_extra_names_what_it_is_for() -> None:
@@ -178,7 +170,8 @@ start = time.process_time()
 import vtensor
 print((time.process_time() - start) * 1e3)
 """
-    added = [float(run_python(code, tmp_path)) for _ in range(IMPORT_RUNS)]
+    command = [sys.executable, "-c", code]
+    added = [float(subprocess.check_output(command, cwd=tmp_path, timeout=100)) for _ in range(IMPORT_RUNS)]
     assert min(added) <= IMPORT_LIMIT_MS, f"import vtensor added {[round(ms, 1) for ms in added]} ms"
 
 
@@ -229,4 +222,4 @@ for name in vtensor.__all__:
     if not isinstance(getattr(vtensor, name), types.ModuleType):
         assert importlib.util.find_spec("vtensor." + name) is None, name
 """
-    run_python(code, ROOT / "tests" / "python")
+    run_program(code).check()

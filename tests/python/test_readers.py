@@ -22,7 +22,7 @@ import vtensor
 from cuda_support import device
 from kv_support import make_cache
 from reader_process import HANDLES, ReaderProcess, checksum, named_memory, receive, rows
-from support import eventually, open_pool, simcuda_library
+from support import eventually, open_pool, run_program, simcuda_library
 from vtensor import _core, sharing, testing
 
 PAGE = 4096
@@ -272,11 +272,9 @@ def test_a_write_through_a_view_ends_the_process_with_a_report():
         ours.send(t)
         theirs.recv().alias()[3] = 1
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode == -signal.SIGSEGV
-    assert "memory of another process" in ended.stderr and "x.clone()" in ended.stderr
+    ended = run_program(script)
+    assert ended.code == -signal.SIGSEGV
+    assert "memory of another process" in ended.err and "x.clone()" in ended.err
 
 
 def test_sleep_waits_for_readers_to_close(pool, other):

@@ -6,8 +6,6 @@ import errno
 import gc
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import vtensor
 from interrupts import at_bytecode
 from kv_support import UNIT, make_cache
-from support import draws, eventually, leave_spare, open_pool, simcuda_library
+from support import Finished, draws, eventually, leave_spare, open_pool, run_program, simcuda_library
 from vtensor import _core, testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -604,7 +602,7 @@ def test_a_folder_that_takes_no_file(scene, folder):
     assert descriptors() == before
 
 
-def run(program: str, **named: object) -> subprocess.CompletedProcess[str]:
+def run(program: str, **named: object) -> Finished:
     """A program in a process of its own, with ``t``, 16 MiB of ones, in ``pool``."""
     begin = """
 import os, resource, sys, threading, time, torch, vtensor
@@ -613,8 +611,7 @@ t = vtensor.zeros((4 << 20,), grow_dim=0, capacity=4 << 20, pool=pool)
 t.fill_(1)
 """
     begin += "".join(f"{name} = {value!r}\n" for name, value in named.items())
-    command = [sys.executable, "-c", begin + program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_program(begin + program)
 
 
 def test_a_full_disk(tmp_path):
@@ -635,8 +632,8 @@ assert t.eq(1).all()
 """,
         folder=str(tmp_path),
     )
-    assert done.returncode == 0, done.stderr
-    assert "[Pool.sleep] the folder has no space for 16777216 bytes: nothing fell asleep" in done.stdout
+    done.check()
+    assert "[Pool.sleep] the folder has no space for 16777216 bytes: nothing fell asleep" in done.out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -652,9 +649,9 @@ except vtensor.OutOfPages as error:
 assert t.eq(1).all()
 """
     )
-    assert done.returncode == 0, done.stderr
-    assert "[Pool.sleep] need 16777216 bytes of host memory" in done.stdout
-    assert "keep the contents in a folder" in done.stdout
+    done.check()
+    assert "[Pool.sleep] need 16777216 bytes of host memory" in done.out
+    assert "keep the contents in a folder" in done.out
 
 
 @pytest.mark.parametrize("when", ["asleep", "while it copies"])
@@ -663,7 +660,7 @@ def test_a_killed_process_leaves_nothing(tmp_path, when):
     if when != "asleep":
         program = "threading.Timer(0.002, os.kill, (os.getpid(), 9)).start()\n"
         program += "while True:\n    pool.sleep(contents=folder)\n    pool.wake()"
-    assert run(program, folder=str(tmp_path)).returncode == -9
+    assert run(program, folder=str(tmp_path)).code == -9
     assert list(tmp_path.iterdir()) == []
 
 
@@ -707,7 +704,7 @@ assert len(os.listdir("/proc/self/fd")) == before and cut > 20, cut
         ),
         contents="host" if place == "host" else str(tmp_path),
     )
-    assert done.returncode == 0, (done.returncode, done.stderr)
+    done.check()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import subprocess
-import sys
 from pathlib import Path
+
+from support import run_program
 
 GOLDEN = Path(__file__).parents[2] / "vtensor" / "_core.pyi"
 
 
 def test_stub_describes_the_extension(tmp_path: Path) -> None:
     generated = tmp_path / "_core.pyi"
-    command = [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "vtensor._core", "-o", str(generated)]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=100)
+    code = "import runpy; runpy.run_module('nanobind.stubgen', run_name='__main__', alter_sys=True)"
+    run_program(code, "-q", "-m", "vtensor._core", "-o", generated, cwd=tmp_path).check()
 
     difference = "\n".join(
         difflib.unified_diff(

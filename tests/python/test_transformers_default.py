@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -18,6 +16,7 @@ from vtensor.integrations import transformers as integration
 from vtensor.integrations.transformers import VTensorCache
 
 from model_zoo import MODELS, halves, make
+from support import run_program
 from tiny_models import RECORDED_WINDOW, before, make_llama, one_thread, prompt  # noqa: F401
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -126,4 +125,4 @@ before = state()
 import vtensor.integrations.transformers
 assert state() == before
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_program(code).check()
