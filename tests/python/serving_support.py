@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -65,7 +66,18 @@ def eager(tpot: float = 1e6, ttft: float = 1e6, slower: float = 1e6) -> Promises
 def mark(salt: str, tokens: list[int]) -> int:
     """What K and V of the last of `tokens` hold: it differs wherever any token before differs. Exact in
     float32."""
-    return zlib.crc32(repr((salt, tokens)).encode()) % (1 << 24) or 1
+    return _mark(salt, tuple(tokens))
+
+
+@lru_cache(1 << 16)  # the same requests run again and again
+def _mark(salt: str, tokens: tuple[int, ...]) -> int:
+    return zlib.crc32(repr((salt, list(tokens))).encode()) % (1 << 24) or 1
+
+
+@lru_cache(1 << 12)
+def _marks(salt: str, tokens: tuple[int, ...]) -> list[int]:
+    """The mark of each of `tokens`."""
+    return [_mark(salt, tokens[: i + 1]) for i in range(len(tokens))]
 
 
 def next_token(salt: str, tokens: list[int], sample: int) -> int:
@@ -117,7 +129,7 @@ class FakeModel:
     def __call__(self, plan):
         for sequence, start, stop in plan.work:
             salt = sequence.group.request.salt
-            marks = [mark(salt, sequence.tokens[: i + 1]) for i in range(stop)]
+            marks = _marks(salt, tuple(sequence.tokens[:stop]))
             assert self.store.read(sequence.slot, start) == marks[:start], "another sequence's K and V"
             self.store.write(sequence.slot, start, marks[start:])
         return plan.work

@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -72,8 +73,25 @@ class Request:
 
 def marks(values: Sequence[int], layer: int, of_v: bool) -> torch.Tensor:
     """The numbers in a layer's K or V for tokens of these values: float32, ``[len(values)]``."""
-    here = torch.tensor(values, dtype=torch.float64) * (2 * MOST_LAYERS) + 2 * layer + of_v
+    return _marks(tuple(values), layer, of_v).clone()
+
+
+@lru_cache(1024)  # what was written is checked, in many tests many times
+def _marks(values: tuple[int, ...], layer: int, of_v: bool) -> torch.Tensor:
+    here = torch.tensor(values, dtype=torch.float64, device="cpu") * (2 * MOST_LAYERS) + 2 * layer + of_v
     return here.to(torch.float32)
+
+
+def _shown(
+    cache: vtensor.KVCache, layer: int, values: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A layer's K and V, as far as the cache has them, each with what it has for tokens of these values:
+    expanded to ``[len(values), heads, head_dim]``."""
+    for of_v, tensor in enumerate(cache[layer]):
+        if tensor is not None:
+            heads, dim = rows_of(cache, tensor, 0).shape[1:]
+            here = _marks(values, layer, bool(of_v)).to(tensor.device)
+            yield tensor, here[:, None, None].expand(-1, heads, dim)
 
 
 def rows_of(cache: vtensor.KVCache, tensor: torch.Tensor, slot: int) -> torch.Tensor:
@@ -89,12 +107,11 @@ def expected(
     V is None in a cache without V.
     """
 
-    def plain(tensor: torch.Tensor, of_v: bool) -> torch.Tensor:
-        heads, dim = rows_of(cache, tensor, 0).shape[1:]
-        return marks(values, layer, of_v).to(tensor.device)[:, None, None].repeat(1, heads, dim)
-
-    k, v = cache[layer]
-    return plain(k, False), None if v is None else plain(v, True)
+    shown = [
+        wanted.clone(memory_format=torch.contiguous_format)
+        for _, wanted in _shown(cache, layer, tuple(values))
+    ]
+    return shown[0], shown[1] if len(shown) > 1 else None
 
 
 def write(
@@ -106,9 +123,8 @@ def write(
 ) -> None:
     """Writes K and V of tokens from position ``start`` on, in every layer or in these."""
     for layer in range(len(cache)) if layers is None else layers:
-        for tensor, wanted in zip(cache[layer], expected(cache, layer, values), strict=True):
-            if tensor is not None and wanted is not None:
-                rows_of(cache, tensor, slot)[start : start + len(values)].copy_(wanted)
+        for tensor, wanted in _shown(cache, layer, tuple(values)):
+            rows_of(cache, tensor, slot)[start : start + len(values)].copy_(wanted)
 
 
 def check_contents(
@@ -134,11 +150,7 @@ def check_contents(
     for layer in range(len(cache)) if layers is None else layers:
         window = windows[layer] if windows else None
         first = 0 if window is None else max(0, len(values) + 1 - window)
-        for name, tensor, wanted in zip(
-            "KV", cache[layer], expected(cache, layer, values[first:]), strict=True
-        ):
-            if tensor is None or wanted is None:
-                continue
+        for name, (tensor, wanted) in zip("KV", _shown(cache, layer, tuple(values[first:])), strict=False):
             seen = rows_of(cache, tensor, slot)[first : len(values)]
             if not torch.equal(seen, wanted):
                 wrong = torch.ne(seen, wanted).flatten(1).any(1).nonzero().flatten() + first
