@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 import vtensor
 from devices import PAGE
+from reader_process import CONTEXT
 from support import simcuda_library
 from vtensor import sharing
 
@@ -37,9 +37,8 @@ def read(pipe, library: str) -> None:
 @pytest.fixture
 def reader(device):
     simulated = device.torch_device.type == "cpu"
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=read, args=(theirs, str(simcuda_library()) if simulated else ""))
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=read, args=(theirs, str(simcuda_library()) if simulated else ""))
     process.start()
 
     def ask(message):

@@ -12,13 +12,15 @@ import os
 import resource
 import signal
 import zlib
+from multiprocessing.connection import Client
+from multiprocessing.reduction import send_handle
 from typing import Any
 
 import torch
 
 import vtensor
 from support import simcuda_library
-from vtensor import VTensor, VTensorError, _core, sharing  # noqa: F401 - for expressions
+from vtensor import VTensor, VTensorError, _core, sharing, testing  # noqa: F401 - for expressions
 from vtensor.sharing import CacheReader
 
 HANDLES = {"descriptors": 1, "fabric": 9}  # types of handles that the simulated device takes
@@ -61,6 +63,23 @@ def named_memory() -> set[str]:
     return {
         name for name in os.listdir("/dev/shm") if not name.startswith(others) or str(os.getpid()) in name
     }
+
+
+def write_and_die(address: str, library: str, handles: int) -> None:
+    """A process that hands over a tensor, and is killed once it was synced."""
+    os.environ |= {"SIMCUDA_GRANULARITY": "4096", "SIMCUDA_HANDLE_TYPES": str(handles)}
+    if library:
+        pool = testing.simulated_cuda_pool(library, page_size=4096, shareable=True)
+    else:
+        pool = vtensor.Pool("cpu", shareable=True)
+    t = vtensor.empty(100, 8, grow_dim=0, capacity=1000, pool=pool).fill_(7)
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    with Client(address, "AF_UNIX", authkey=b"x") as pipe:
+        pipe.send(t._core.phase)
+        for descriptor in (memory, *ranges):
+            send_handle(pipe, descriptor, None)
+        pipe.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ReaderProcess:

@@ -280,6 +280,8 @@ def _run(
     if _server is None or _server.poll() is not None:
         _server = subprocess.Popen(
             [sys.executable, str(HERE / "snippet_server.py")],
+            # Output is held back as it is for users: else a closed pipe shows at another place.
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import vtensor
+from support import run_command
 from vtensor import cli, testing
 from vtensor._base import starting
 from vtensor.cli import bench, main
@@ -97,10 +98,7 @@ def test_info_has_what_a_report_needs_and_no_path_of_the_users(arguments: list[s
         "VTENSOR_VLLM_BUDGET": "4GiB",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-m", "vtensor", *arguments]
-    shown = subprocess.run(
-        command, cwd=home, env=environment, capture_output=True, text=True, timeout=100, check=True
-    ).stdout
+    shown = run_command(*arguments, cwd=home, environment=environment).check().out
     for word in ("CUDA of torch", "NVIDIA driver", "kernel", "libc", "cgroup", "VTENSOR_VLLM_BUDGET", "4GiB"):
         assert word in shown, shown
     assert "VTENSOR_SIMCUDA" in shown and "PATH" in shown and "vm.max_map_count" in shown
@@ -197,13 +195,9 @@ def test_wrong_arguments(arguments: list[str], tells: str, capsys) -> None:
 
 @pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["--help"]])
 def test_a_closed_pipe_is_no_traceback(arguments: list[str], tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    process = start(*arguments, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 141
-    assert errors == b""
+    closed = "import os; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1)"
+    ended = run_command(*arguments, before=closed, cwd=tmp_path)
+    assert (ended.code, ended.err) == (141, "")
 
 
 def test_no_standard_output_at_all(tmp_path: Path) -> None:

@@ -41,28 +41,19 @@ def test_the_project_that_uses_vtensor_passes_its_own_tests(tmp_path: Path) -> N
     project = tmp_path / "your-project"
     shutil.copytree(ROOT / "examples/your-project", project, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {name: value for name, value in os.environ.items() if name != "VTENSOR_SIMCUDA"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"],
-        cwd=project,
-        env=environment | {"PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "3 passed, 1 skipped" in ran.stdout and "names no simulated libcuda" in ran.stdout
-
-    # The plug-in is on: what a test leaves behind is an error.
+    # The plug-in is on: what a test leaves behind is an error, here the only one.
     (project / "tests/test_leak.py").write_text(
         "import vtensor\nkept = []\n"
         "def test_leaks():\n    kept.append(vtensor.zeros(9, grow_dim=0, capacity=99))\n"
     )
-    leaked = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_leak.py"],
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rsE", "-p", "no:cacheprovider"],
         cwd=project,
         env=environment | {"PYTHONPATH": "."},
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert leaked.returncode == 1 and "1 passed, 1 error" in leaked.stdout, leaked.stdout
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "4 passed, 1 skipped, 1 error" in ran.stdout and "names no simulated libcuda" in ran.stdout
+    assert "ERROR tests/test_leak.py::test_leaks" in ran.stdout

@@ -8,11 +8,9 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from multiprocessing import reduction
+from multiprocessing.connection import Listener
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -21,7 +19,16 @@ import torch
 import vtensor
 from cuda_support import device
 from kv_support import make_cache
-from reader_process import HANDLES, ReaderProcess, checksum, named_memory, receive, rows
+from reader_process import (
+    CONTEXT,
+    HANDLES,
+    ReaderProcess,
+    checksum,
+    named_memory,
+    receive,
+    rows,
+    write_and_die,
+)
 from support import eventually, open_pool, run_program, simcuda_library
 from vtensor import _core, sharing, testing
 
@@ -321,41 +328,19 @@ def test_the_worker_frees_it_without_being_asked(kind, short_lived):
 
 
 def test_a_killed_writer_leaves_what_was_synced(tmp_path, kind):
-    script = """
-        import sys, os, signal, torch, vtensor, vtensor.testing
-        from multiprocessing.connection import Client
-        if sys.argv[2]:
-            pool = vtensor.testing.simulated_cuda_pool(sys.argv[2], page_size=4096, shareable=True)
-        else:
-            pool = vtensor.Pool("cpu", shareable=True)
-        t = vtensor.empty(100, 8, grow_dim=0, capacity=1000, pool=pool)
-        t.fill_(7)
-        from multiprocessing.reduction import ForkingPickler
-        memory, ranges = vtensor.tensor.TensorCore.open_for_readers(t._core, t)
-        core = t._core
-        with Client(sys.argv[1], "AF_UNIX", authkey=b"x") as pipe:
-            pipe.send(core.phase)
-            from multiprocessing.reduction import send_handle
-            for descriptor in (memory, *ranges):
-                send_handle(pipe, descriptor, None)
-            pipe.recv()
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    from multiprocessing.connection import Listener
-
-    with Listener(str(tmp_path / "socket"), "AF_UNIX", authkey=b"x") as listener:
-        writer = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "socket"), sharing.cuda_library],
-            env=os.environ
-            | {"SIMCUDA_GRANULARITY": "4096", "SIMCUDA_HANDLE_TYPES": str(HANDLES.get(kind, 1))},
-        )
+    address = str(tmp_path / "socket")
+    with Listener(address, "AF_UNIX", authkey=b"x") as listener:
+        arguments = address, sharing.cuda_library, HANDLES.get(kind, 1)
+        writer = CONTEXT.Process(target=write_and_die, args=arguments)
+        writer.start()
         with listener.accept() as pipe:
             phase = pipe.recv()
             memory, of_range = [reduction.recv_handle(pipe) for _ in range(2)]
             core = _core.ReaderCore(memory, [of_range], 2, sharing.cuda_library)
             core.sync()
             pipe.send(1)
-        assert writer.wait(60) == -signal.SIGKILL
+        writer.join(60)
+        assert writer.exitcode == -signal.SIGKILL
     view = sharing._View(0, phase, (100, 8), (8, 1), torch.float32).over(core, [core.storage(0)])
     assert bool((view == 7).all())
     time.sleep(0.06)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 
 import pytest
 
-from support import ROOT, simcuda_library
+from support import run_command
 from test_replay_traces import TRACES, azure, mooncake
 from vtensor import InvalidArgument, Pool, TimedOut
 from vtensor._base.terminal import Progress
@@ -292,17 +290,6 @@ def test_sizes():
 # ---------------------------------------------------------------------- the command
 
 
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "vtensor", "replay", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=ROOT,
-        env=os.environ | {"VTENSOR_SIMCUDA": str(simcuda_library() or "")},
-    )
-
-
 def few_rows(tmp_path):
     lines = [f"2023-11-16 18:15:{i:02}.5,{100 + 37 * i},{5 + i}" for i in range(10)]
     return azure(tmp_path, *lines)
@@ -310,9 +297,9 @@ def few_rows(tmp_path):
 
 def test_the_command_prints_a_table_and_draws_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    ran = command(few_rows(tmp_path), "--memory", "1GiB", "--plot", tmp_path / "replay.png")
-    assert ran.returncode == 0, ran.stderr
-    title, *lines = ran.stdout.splitlines()
+    plot = ("--plot", tmp_path / "replay.png")
+    ran = run_command("replay", few_rows(tmp_path), "--memory", "1GiB", *plot).check()
+    title, *lines = ran.out.splitlines()
     assert title == "trace.csv: 10 requests, 1x as fast, llama-3-8b in 1GiB, at most 256 at a time"
     assert [line.split() for line in lines[:3]] == [
         ["policy", *COMPARED],
@@ -329,12 +316,11 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path):
 def test_the_command_writes_json(tmp_path):
     latencies = tmp_path / "latencies.json"
     latencies.write_text('{"mmap": 10}')
-    ran = command(
-        few_rows(tmp_path), "--policy", "paged", "--policy", "static", "--json", "--limit", 5,
+    ran = run_command(
+        "replay", few_rows(tmp_path), "--policy", "paged", "--policy", "static", "--json", "--limit", 5,
         "--latencies", latencies, "--memory", "1GiB", "--slo-ttft", 1e-3,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)
+    ).check()  # fmt: skip
+    told = json.loads(ran.out)
     assert [result["policy"] for result in told["results"]] == ["paged", "static"]
     assert told["results"][0]["finished"] == told["settings"]["requests"] == 5
     assert told["settings"]["scaled_down_by"] == 512 and told["settings"]["memory"] == "1GiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from vtensor.integrations.vllm.memory import NoRoom, TableMemory
 from vtensor.integrations.vllm.workers import Channel, Facts, Server, WorkersMemory, require_local
 
 import vtensor
+from reader_process import CONTEXT
 from support import draws
 
 KEY = b"k" * 32
@@ -285,11 +285,10 @@ def _worker(rank: int, pipe) -> None:
 
 
 def test_workers_that_are_processes_and_one_that_dies():
-    context = multiprocessing.get_context("spawn")
     children, pipes = [], []
     for rank in range(2):
-        ours, theirs = context.Pipe()
-        children.append(context.Process(target=_worker, args=(rank, theirs), daemon=True))
+        ours, theirs = CONTEXT.Pipe()
+        children.append(CONTEXT.Process(target=_worker, args=(rank, theirs), daemon=True))
         children[-1].start()
         theirs.close()
         pipes.append(ours)
