@@ -1,6 +1,5 @@
 // What every driver promises in driver/driver.h, for the host, for the CUDA driver over the
 // simulated libcuda, and for real CUDA where there is a GPU.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>

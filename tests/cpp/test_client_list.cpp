@@ -1,5 +1,4 @@
 // A list of clients, each with a hook of its own.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <memory>

@@ -1,5 +1,4 @@
 // Which slots intervals cover, against counting them slot by slot.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <cstddef>

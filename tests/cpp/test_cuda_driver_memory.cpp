@@ -1,6 +1,5 @@
 // Calls of the CUDA driver of which the n-th allocation is refused, for every n: each leaves what
 // was there, and no memory of the device that nothing knows of (I8, I14).
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <array>

@@ -1,5 +1,4 @@
 // Reports of faults: what they say, and to whom signals are handed on.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <setjmp.h>

@@ -1,7 +1,6 @@
 // Spans against a plain model, and heaps of one pool, each used by several threads and streams,
 // beside an arena that wants their memory, a mapper and refused calls. Under ThreadSanitizer and
 // AddressSanitizer.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <atomic>

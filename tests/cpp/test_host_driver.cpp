@@ -1,6 +1,5 @@
 // The host driver's operations against the kernel: what is really mapped, shared, copied and given
 // back.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/utsname.h>

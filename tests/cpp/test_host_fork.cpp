@@ -1,5 +1,4 @@
 // Forked children: they have no access, and cannot reach the parent (I13).
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/mman.h>

@@ -1,6 +1,5 @@
 // The host's limits: mappings, addresses, descriptors, file sizes, memory. Each is met by an error
 // that says what to do, before anything has changed.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <sys/mman.h>
 #include <sys/resource.h>
 

@@ -1,6 +1,5 @@
 // The file that several processes share a budget in: places, charges, requests, and what those
 // leave who die.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <signal.h>

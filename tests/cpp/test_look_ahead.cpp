@@ -1,5 +1,4 @@
 // How far to look ahead, by the rate of growth and by what the mapper took.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include "policy/look_ahead.h"

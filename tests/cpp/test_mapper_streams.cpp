@@ -1,7 +1,6 @@
 // The mapper beside callers whose work runs in streams: threads grow, lease, launch and give back
 // over the simulated libcuda, whose events are seen late. Under ThreadSanitizer and
 // AddressSanitizer.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,6 +1,5 @@
 // Operations whose n-th allocation is refused, for every n: what they throw leaves nothing half
 // done, and what cannot throw needs no memory.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <array>

@@ -1,6 +1,5 @@
 // The prefix index against a plain model: what it knows, what it gives up for want of memory, and
 // in which order.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,6 +1,5 @@
 // The simulated libcuda keeps the rules that the CUDA driver relies on: a test double that forgives
 // would hide its mistakes.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,6 +1,5 @@
 // What clients other than vtensor ask of the simulated libcuda: cuda-bindings and cuda.core, and
 // Triton before it launches a kernel.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include "driver/cuda_calls.h"

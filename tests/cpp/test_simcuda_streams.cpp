@@ -1,6 +1,5 @@
 // The simulated libcuda keeps the rules of streams, events, captures and graphs: a test double that
 // forgives would hide the driver's mistakes.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <atomic>

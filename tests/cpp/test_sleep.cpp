@@ -1,6 +1,5 @@
 // Clients of one pool that fall asleep and wake beside threads that use them, a mapper and refused
 // calls. Under ThreadSanitizer and AddressSanitizer.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,7 +1,6 @@
 // Random operations on a slot cache that is short of memory, against the plain model, with driver
 // calls refused now and then. VTENSOR_OPERATIONS says how many; scripts/soak_slots.sh runs
 // millions.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <unistd.h>
 

@@ -1,6 +1,5 @@
 // A KV cache's slots where Python cannot ask: prefixes beside tiles, windows, what free slots keep,
 // and what the pool's mapper does for slots, alone and beside other threads.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,6 +1,5 @@
 // Slots of a KV cache that leave for host memory and come back: whole or not at all, in the order
 // of the layers, and behind copies that take as long as they like.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,5 +1,4 @@
 // The ring of the trace (I16): what it keeps, what it loses, and who may write and read it at once.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <unistd.h>
 
 #include <algorithm>

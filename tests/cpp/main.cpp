@@ -1,0 +1,3 @@
+// doctest itself and its `main`, which take longer to compile than most of the tests that they run.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
