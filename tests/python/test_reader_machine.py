@@ -37,11 +37,16 @@ class World:
         self.begin()
 
     def begin(self) -> None:
-        self.front = 0
+        self.front = self.length = 0
         self.tensor = vtensor.empty(
             ROWS, 0, ITEM, grow_dim=1, capacity=CAPACITY, dtype=torch.int32, pool=self.pool
         )
-        self.model = torch.empty(ROWS, 0, ITEM, dtype=torch.int32)
+        self.kept = torch.empty(ROWS, CAPACITY, ITEM, dtype=torch.int32)
+
+    @property
+    def model(self) -> torch.Tensor:
+        """What the tensor has."""
+        return self.kept[:, self.front : self.front + self.length]
 
     def values(self, n: int) -> torch.Tensor:
         return torch.randint(1 << 30, (ROWS, n, ITEM), dtype=torch.int32)
@@ -53,7 +58,8 @@ class World:
         if n > 0:
             x = self.values(n)
             self.tensor.append(x)
-            self.model = torch.cat([self.model, x], 1)
+            self.length += n
+            self.model[:, -n:] = x
 
     def used(self) -> int:
         """Positions of the capacity that front shrinks and the length have taken."""
@@ -62,15 +68,15 @@ class World:
     def shrink(self) -> None:
         n = min(self.random.randint(1, 60), self.tensor.length)
         self.tensor.shrink(n)
-        self.model = self.model[:, : self.tensor.length]
-        self.front = self.front if self.tensor.length else 0
+        self.length -= n
+        self.front = self.front if self.length else 0
         self.rewrites()
 
     def shrink_front(self) -> None:
         n = min(self.random.randint(1, 20), self.tensor.length)
         self.tensor.shrink(n, front=True)
-        self.model = self.model[:, n:]
-        self.front = self.front + n if self.tensor.length else 0
+        self.length -= n
+        self.front = self.front + n if self.length else 0
         self.rewrites()
 
     def write(self) -> None:
