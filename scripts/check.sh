@@ -14,15 +14,12 @@ check_layers() {
   PYTHONPATH=$($PYTHON -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
     $PYTHON -S -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())'
 }
-check_stub() {
-  pytest -q tests/python/test_stubs.py
-}
-check_architecture() {
-  pytest -q tests/python/test_architecture.py
+check_stub_and_rules() {
+  pytest -q tests/python/test_{stubs,architecture}.py
 }
 slow_tests() {
   export VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_TESTS=thorough
-  pytest -n 2 --dist worksteal -m "(slow or thorough) and not alone" tests/python
+  pytest -n 2 --dist worksteal -m "(slow or thorough) and not alone" --ignore tests/gpu --ignore tests/vllm tests # as in test.sh
   pytest -m "slow and alone" tests/python
 }
 # The general suites again with the default options: look-ahead and reuse.
@@ -75,8 +72,7 @@ step "mypy" mypy
 step "import-linter" check_layers
 step "clang-format" check_cpp_format
 scripts/docs.sh
-step "Golden stub" check_stub
-step "Include rules" check_architecture
+step "Golden stub and include rules" check_stub_and_rules
 step "Slow Python tests" slow_tests
 step "Python tests with default pools" default_pools
 step "libcuda as cuda.h declares it" check_cuda_abi
