@@ -126,8 +126,8 @@ t = quarter(pool, 3); t.fill_(5)
 others = []
 ours = torch.arange(0)
 prot = mmap.PROT_READ
-while maps() < limit - 600:
-    others += [mmap.mmap(-1, 4096, prot=prot if i % 2 else prot | mmap.PROT_WRITE) for i in range(500)]
+while (left := limit - 600 - maps()) > 0:
+    others += [mmap.mmap(-1, 4096, prot=prot if i % 2 else prot | mmap.PROT_WRITE) for i in range(left)]
 refused = 0
 keep = []
 for i in range(2000):
