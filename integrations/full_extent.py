@@ -42,9 +42,7 @@ class FullExtent:
                 f"[FullExtent] a {type(owner).__name__}: give the VTensor itself, not a view"
             )
         if owner.capacity == 0:
-            raise InvalidArgument(
-                "[FullExtent] the VTensor has a capacity of 0: make it with a larger capacity="
-            )
+            raise InvalidArgument("[FullExtent] the capacity is 0: make the VTensor with a larger capacity=")
         self.owner = owner
         self._covered = self._length = -1
         self._address = owner.address
@@ -116,8 +114,7 @@ def _over(owner: VTensor, keeps: torch.Tensor) -> torch.Tensor:
     elements = 1 + sum((n - 1) * s for n, s in zip(sizes, owner.stride(), strict=True))
     nbytes = elements * owner.element_size()
     if owner.device.type == "cuda":
-        memory = _Bytes(owner.address, nbytes, keeps)
-        flat = torch.as_tensor(memory, device=owner.device)
+        flat = torch.as_tensor(_Bytes(owner.address, nbytes, keeps), device=owner.device)
     else:
         array: Any = (ctypes.c_uint8 * nbytes).from_address(owner.address)
         array.keeps = keeps

@@ -127,7 +127,7 @@ def test_a_tensor_that_moved_or_ended(host):
         full.cover(4)
     with pytest.raises(vtensor.InvalidArgument, match="the VTensor itself"):
         FullExtent(torch.zeros(3))
-    with pytest.raises(vtensor.InvalidArgument, match="capacity of 0"):
+    with pytest.raises(vtensor.InvalidArgument, match="capacity is 0"):
         FullExtent(vtensor.empty(1, 0, 8, grow_dim=1, capacity=0, pool=host))
 
 
