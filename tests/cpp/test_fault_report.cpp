@@ -10,6 +10,7 @@
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -267,6 +268,8 @@ TEST_CASE("a handler installed after ours may put ours back and raise, or call i
   const Ended calls = child([](int to) {
     explain(to);
     const Action theirs = action_of([](int number, siginfo_t* info, void* context) {
+      static int times = 0;
+      if (++times == 10) _exit(52);
       theirs_before.sa_sigaction(number, info, context);
     });
     sigaction(SIGSEGV, &theirs, &theirs_before);
@@ -440,6 +443,21 @@ TEST_CASE("a reader that has gone changes nothing") {
     });
     CHECK(ended.status == (blocked ? 41 : 40));
   }
+}
+
+TEST_CASE("errno is after a report as it was before") {
+  const Ended ended = child([](int) {
+    const Action theirs = action_of([](int, siginfo_t* info, void*) {
+      const auto page = reinterpret_cast<std::uintptr_t>(info->si_addr) & ~std::uintptr_t{4095};
+      mprotect(reinterpret_cast<void*>(page), 4096, PROT_READ | PROT_WRITE);
+    });
+    sigaction(SIGSEGV, &theirs, nullptr);
+    explain(1 << 20);  // no descriptor: asking about it sets errno
+    errno = ERANGE;
+    poke();
+    _exit(errno == ERANGE ? 40 : 41);
+  });
+  CHECK(ended.status == 40);
 }
 
 // As Python's do: they note the signal, and return to what faulted.
