@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -413,6 +414,33 @@ def test_parted_pages_are_folded_before(host, then):
     moved.fill_(1.0)
     assert same_bytes(child, ramp(child))
     assert host.stats().pages_used >= 6 + 4
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("refuse", [1, 1000], ids=["once", "undoing_too"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_refused_unsharing_keeps_what_the_kernel_copied(pool_factory, row, refuse):
+    """I8: the bytes of such a page lie nowhere else once it is folded, so its old page is not put back. Other
+    pages are put back or stay, since either shows the same bytes."""
+    for n in range(100):
+        pool = pool_factory("host")
+        parent = quarter(pool, LENGTH, rows=(2,), dtype=torch.float32)
+        parent.copy_(ramp(parent))
+        child = parent.fork()
+        expected = ramp(parent)
+        for x in (parent[row, 0], expected[row, 0]):
+            x.fill_(42.0)
+        with testing.fail_after(pool, n, refuse) as refused, contextlib.suppress(vtensor.DriverError):
+            parent.unshare(0, LENGTH)
+        assert pool.broken is None
+        assert same_bytes(parent, expected)
+        for x in (parent[:, 1], expected[:, 1]):
+            x.fill_(7.0)
+        assert same_bytes(parent.fork(), expected) and same_bytes(parent, expected)
+        assert same_bytes(child, ramp(child))  # I6
+        if not refused:
+            return
+    raise AssertionError("more than 100 driver calls")
 
 
 @pytest.mark.exact
