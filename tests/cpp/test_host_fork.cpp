@@ -1,6 +1,7 @@
 // Forked children: they have no access, and cannot reach the parent (I13).
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -8,7 +9,9 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
+#include <functional>
 #include <iterator>
 #include <thread>
 
@@ -32,6 +35,14 @@ int first_allowed(const std::vector<std::function<void()>>& operations) {
   }
   return -1;
 }
+
+// Called in each fork, once the drivers are ready for it: their handler was registered later.
+std::function<void()> in_fork;
+[[maybe_unused]] const int registered = pthread_atfork(
+    [] {
+      if (in_fork) in_fork();
+    },
+    nullptr, nullptr);
 
 }  // namespace
 
@@ -121,6 +132,25 @@ TEST_CASE_FIXTURE(HostFixture, "a child from which the memory cannot be taken en
           if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) != 0) return 2;
           return in_child([] { return 0; });
         }) == 70);
+}
+
+TEST_CASE_FIXTURE(HostFixture, "no thread reserves a range in the middle of a fork") {
+  std::atomic<bool> reserved{false};
+  bool early = true;
+  std::thread other;
+  in_fork = [&] {
+    other = std::thread([&] {
+      driver->reserve(1);
+      reserved = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    early = reserved;
+  };
+  CHECK(in_child([] { return 0; }) == 0);
+  in_fork = nullptr;
+  other.join();
+  CHECK_FALSE(early);
+  CHECK(reserved);
 }
 
 TEST_CASE("a fork beside threads that map and unmap takes all of every driver") {
