@@ -444,6 +444,25 @@ def test_refused_unsharing_keeps_what_the_kernel_copied(pool_factory, row, refus
 
 
 @pytest.mark.exact
+def test_what_a_refused_unsharing_copied_is_not_shown_to_the_pages_last_owner(pool_factory):
+    """I7: the last reference keeps its page and copies into it, and so it is no page of its last owner's."""
+    for n in range(100):
+        pool = pool_factory("host", pages=8)
+        parent = filled(pool, 3 * PER_PAGE, 1)
+        child = parent.fork()
+        child[:].fill_(42)
+        parent.truncate(0)
+        with testing.fail_after(pool, n) as refused, contextlib.suppress(vtensor.DriverError):
+            child.unshare(0, 3 * PER_PAGE)
+        child.close()
+        parent.extend(8 * PER_PAGE)
+        assert parent.ne(42).all()
+        if not refused:
+            return
+    raise AssertionError("more than 100 driver calls")
+
+
+@pytest.mark.exact
 def test_parted_pages_that_are_gone_leave_their_room(pool_factory):
     pool = pool_factory("host", pages=8)
     parent = filled(pool, 3 * PER_PAGE, 1)
