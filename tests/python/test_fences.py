@@ -442,6 +442,25 @@ def test_a_copy_that_never_ends(sim, stream_pool):
     t.close(), child.close()
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_late_copy_harms_nobody(sim, stream_pool, closed):
+    """The page that it writes to goes to nobody else (I7), and those that it reads stay mapped."""
+    pool = stream_pool(pages=8, patience=0.2)
+    t = filled(pool, 10, 1)
+    child = t.fork()
+    sim.hold()
+    sim.release(0)
+    with pytest.raises(vtensor.TimedOut):
+        child.extend(4)
+    if closed:
+        t.close(), child.close()
+    other = filled(pool, 12, 9)  # all that are left
+    sim.release()
+    pool.wait_idle(1)
+    assert other.eq(9).all()
+    other.close(), t.close(), child.close()
+
+
 # -- fences that never pass
 
 
