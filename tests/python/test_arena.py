@@ -314,6 +314,23 @@ def test_a_tensor_gets_the_memory_and_none_of_the_bytes(caching):
     assert shown <= {0, 5}
 
 
+@pytest.mark.exact
+def test_what_blocks_held_comes_to_no_tensor(pool_factory, kind):
+    """I7: not even to the one whose pages they were before."""
+    pool = pool_factory(kind, 8, cache=0)
+    filled(pool, 16, 3).close()
+    t = filled(pool, 16, 1)
+    t.truncate(0)
+    with vtensor.Arena(8 * PAGE, pool=pool) as arena:
+        arena.map([(0, 8 * PAGE)])
+        arena.tensor.fill_(42)
+        arena.unmap([(0, 8 * PAGE)])
+        pool.wait_idle(5)
+        t.extend(16)
+        assert t.ne(42).all()
+    t.close()
+
+
 def test_a_zero_policy_that_asks_for_zeros_gets_them(pool_factory, kind):
     arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory(kind, 64, prefetch=8 * PAGE, zero="always"))
     arena.map([block(0)])
