@@ -526,14 +526,16 @@ def test_deepcopy_keeps_identity_within_one_copy(pool):
 
 
 @pytest.mark.exact
-def test_reindexed_rows_part_at_the_first_write(pool):
+@pytest.mark.parametrize("first", [0, 1, 2])  # 1: the row that stays
+def test_reindexed_rows_part_at_the_first_write(pool, first):
     t = filled(pool, 2 * PER_PAGE, rows=(3,), capacity=64)
     t.reindex([1, 1, 1])
     assert pool.stats().pages_used == 2 and {r.shared for r in t.pages()} == {3}
-    t[0] = 5
-    assert t[0].eq(5).all() and t[1:].eq(1).all()  # I6
-    t[2, -1] = 6
-    assert t[1].eq(1).all() and t[2, -1].eq(6).all() and t[0].eq(5).all()
+    second, third = (first + 1) % 3, (first + 2) % 3
+    t[first] = 5
+    assert t[first].eq(5).all() and t[second].eq(1).all() and t[third].eq(1).all()  # I6
+    t[third, -1] = 6
+    assert t[second].eq(1).all() and t[third, -1].eq(6).all() and t[first].eq(5).all()
 
 
 def test_reindexed_rows_append_apart(pool):
