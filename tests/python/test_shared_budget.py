@@ -242,6 +242,17 @@ def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
             kept.close()
 
 
+def test_the_mapper_is_woken_for_its_own_pool(name):
+    """It sleeps on a word that others wake too, and for a second at most: what is prepared comes sooner."""
+    with open_pool("host", WHOLE, shared_budget=name, prefetch=WHOLE * PAGE) as pool, pages(pool) as t:
+        begin = time.monotonic()
+        for n in range(1, 9):
+            time.sleep(0.02)  # it sleeps
+            t.prepare(n)
+            eventually(lambda n=n: pool.stats().pages_prefetched >= n)
+        assert time.monotonic() - begin < 4
+
+
 def test_look_ahead_takes_nothing_that_others_ask_for(name):
     with open_pool("host", WHOLE, shared_budget=name, prefetch=WHOLE * PAGE) as eager:
         growing = pages(eager, 2)
