@@ -166,16 +166,20 @@ def test_every_driver_call_refused(sim, stream_pool, ahead, cache):
 
 def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, stream_pool):
     """Unsharing is undone because a later zeroing is refused: only once the earlier one has run."""
-    pool = stream_pool(patience=0.3)
+    pool = stream_pool(patience=5)
     t = filled(pool, 10, 1, rows=(2,))
     child = t.fork()
     child.truncate(5)
-    sim.hold(0)
     sim.fail("cuMemsetD8Async", 1, 1)
-    threading.Timer(0.1, sim.release, [0]).start()
+    sim.slow("cuMemcpyDtoDAsync", 200_000)
+    held = threading.Timer(0.1, sim.hold, [0])  # after the wait for the stream, before the zeroing
+    let_go = threading.Timer(0.8, sim.release, [0])
+    held.start(), let_go.start()
+    begin = time.monotonic()
     with pytest.raises(vtensor.DriverError, match="cuMemsetD8Async"):
         child.extend(2)
-    sim.release(0)
+    assert time.monotonic() - begin > 0.7  # waited for what was zeroed
+    sim.slow("cuMemcpyDtoDAsync", 0)
     assert child.length == 5 and child.eq(1).all() and t.eq(1).all()
     testing.check_invariants(pool)
     child.extend(2)
