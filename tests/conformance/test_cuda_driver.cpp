@@ -258,6 +258,17 @@ TEST_CASE("the driver's end unmaps what is left mapped") {  // I14
   CHECK(SimulatedCuda::leaks() == "");
 }
 
+TEST_CASE("the driver's end frees a range whose freeing was refused") {  // I14
+  {
+    Bench<SimulatedCuda> bench;
+    const Address range = bench.driver->reserve(3);
+    SimulatedCuda::control().fail("cuMemAddressFree", 0, 1, 999);
+    CHECK_THROWS_AS(bench.driver->free_range(range, 3), DriverError);
+    CHECK(SimulatedCuda::leaks() != "");
+  }
+  CHECK(SimulatedCuda::leaks() == "");
+}
+
 TEST_CASE("the driver's end serves a thread without a context, beside a capture") {  // I14
   Bench<SimulatedCuda> bench;
   const Caller caller(simcuda_library());
