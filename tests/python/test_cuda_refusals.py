@@ -9,7 +9,7 @@ import pytest
 
 import vtensor
 from cuda_support import needs_simcuda, tensor
-from support import calls, same_bytes, simcuda_control, simcuda_disarm
+from support import calls, quarter, same_bytes, simcuda_control, simcuda_disarm
 from vtensor import testing
 
 pytestmark = needs_simcuda
@@ -87,6 +87,18 @@ def refuse_each(pool_factory, arrange, arm) -> bool:
         if not reached:
             return broke
     pytest.fail("200 driver calls")
+
+
+def test_pages_whose_making_was_refused_leave_their_room_in_the_budget(sim, stream_pool):
+    """I5"""
+    pool = stream_pool(pages=8)
+    with quarter(pool, 0, capacity=64) as t:
+        for _ in range(3):
+            sim.fail("cuMemCreate")
+            with pytest.raises(vtensor.DriverError, match="cuMemCreate"):
+                t.extend(16)
+        t.extend(32)
+        assert pool.stats().pages_used == 8
 
 
 @pytest.mark.seconds(300)
