@@ -187,6 +187,17 @@ def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, str
     t.close(), child.close()
 
 
+def test_pages_whose_zeroing_was_refused_are_not_for_the_next_owner(sim, stream_pool):
+    """I7"""
+    pool = stream_pool(prefetch=AHEAD)
+    t = filled(pool, 16, 7)
+    sim.fail("cuMemsetD8Async")
+    t.close()
+    pool.wait_idle(5)
+    with quarter(pool, 16) as u:
+        assert u.ne(7).all()
+
+
 def test_the_mapper_leaves_a_closed_pool_of_a_device_in_error_alone(sim, stream_pool):
     """The process may be ending, and libcuda with it. A second close() of the pool tries again."""
     pool = stream_pool(prefetch=AHEAD, cache=0)
