@@ -459,6 +459,8 @@ def test_a_late_copy_harms_nobody(sim, stream_pool, closed):
     pool.wait_idle(1)
     assert other.eq(9).all()
     other.close(), t.close(), child.close()
+    pool.wait_idle(1)
+    assert pool.stats().pages_used == 0  # I14
 
 
 # -- fences that never pass
