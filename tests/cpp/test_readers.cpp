@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
@@ -87,6 +88,8 @@ class Writer : public Owner {
     const Descriptor range = open_range();
     return std::make_unique<RangeReaders>(std::span(&range, 1), open_memory(), 2, simulated());
   }
+  // A change of the table that has not ended. Requires: the pool's lock.
+  void show_page_0_again() VT_LOCKED { buffer_->range().show({0, {0, 1}}); }
   char number() const { return number_; }
   std::size_t row_bytes() const { return buffer_->range().row_bytes(); }
 
@@ -242,6 +245,47 @@ TEST_CASE("a range whose holes would lie past its end is refused") {
     CHECK_THROWS_AS(RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated()),
                     InvalidArgument);
   }
+}
+
+TEST_CASE("a table that is being changed is of no version that a reader takes") {  // I3
+  const auto pool = open_pool(false, 80, 0);
+  Writer writer(pool, 'a');
+  writer.grow(8);
+  const auto reader = writer.read();
+  CHECK(reader->sync(kCaller, reader->stale()));
+  CHECK_FALSE(reader->stale());
+  std::atomic<bool> taken{false};
+  std::thread other;
+  {
+    const PoolLock lock(pool);
+    writer.show_page_0_again();
+    CHECK(reader->stale());
+    other = std::thread([&] { taken = reader->sync(kCaller, true); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    CHECK_FALSE(taken);
+  }
+  other.join();
+  CHECK(taken);
+  CHECK(shows(reader->at(0), writer));
+}
+
+TEST_CASE("a reader holds the pages that it could not unmap") {  // I7
+  const auto pool = open_pool(false, 80, 0);
+  Writer writer(pool, 'a');
+  writer.grow(16);
+  const auto reader = writer.read();
+  CHECK(reader->sync(kCaller, true));
+  writer.shrink(8, false);
+  const std::size_t kept = pool->counts().held_by_readers;
+  CHECK(kept != 0);
+  CallMeter& meter = reader->memory().driver().meter();
+  meter.fail_after(0, 100);
+  CHECK_THROWS_AS(reader->sync(kCaller, true), DriverError);
+  CHECK(meter.refused(Call::munmap) != 0);
+  meter.disarm();
+  CHECK(pool->counts().held_by_readers == kept);
+  CHECK(reader->sync(kCaller, reader->stale()));
+  CHECK(pool->counts().held_by_readers == 0);
 }
 
 TEST_CASE("ranges that are gone leave no descriptor, also if they never had a page") {  // I14
