@@ -242,6 +242,21 @@ def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
             kept.close()
 
 
+def test_numbers_of_requests_wrap_around(name):
+    """The answer to the first is waited for as any, also where the number of the last one is higher."""
+    with open_pool("host", WHOLE, shared_budget=name) as pool, pages(pool) as t:
+        with open(path_of(name), "r+b") as file:
+            file.seek(12)  # behind the magic number and the layout: the last request
+            file.write(b"\xff" * 4)
+        with Other("host", name, cache=WHOLE * PAGE) as other:
+            other("grow", 40)
+            other("close")
+            other.stop()
+            threading.Timer(0.3, os.kill, [other.pid, signal.SIGCONT]).start()
+            t.extend(50)
+            assert held(pool)[0] == 50
+
+
 def test_the_mapper_is_woken_for_its_own_pool(name):
     """It sleeps on a word that others wake too, and for a second at most: what is prepared comes sooner."""
     with open_pool("host", WHOLE, shared_budget=name, prefetch=WHOLE * PAGE) as pool, pages(pool) as t:
