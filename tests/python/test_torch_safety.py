@@ -404,6 +404,13 @@ def test_size_changed_behind_our_back_is_noticed_or_refused(pool):
             t.extend(1)
 
 
+def test_strides_changed_behind_our_back_are_noticed(pool):
+    t = vtensor.zeros(4, 4, grow_dim=0, capacity=64, pool=pool)
+    t.t_()
+    with pytest.raises(vtensor.VTensorError, match="changed from outside"):
+        t.extend(1)
+
+
 @pytest.mark.exact
 def test_numpy_array_keeps_its_memory(host):
     t = filled(host, 12, 3)
