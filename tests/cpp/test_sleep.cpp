@@ -162,6 +162,10 @@ struct Stage {
     std::erase_if(all, [](const auto& one) { return one.expired(); });
     all.push_back(subject);
   }
+  bool any() {
+    const std::lock_guard lock(mutex);
+    return !all.empty();
+  }
   Registry some(std::mt19937& random) {
     const std::lock_guard lock(mutex);
     Registry chosen;
@@ -341,6 +345,10 @@ std::size_t hammer_one(const PoolOptions& options, bool refuse, std::size_t cycl
       }
     });
 
+    // On a machine that is busy the threads may begin late.
+    for (const auto until = steady_clock::now() + kPatience;
+         !stage.any() && steady_clock::now() < until;)
+      std::this_thread::yield();
     std::mt19937 random(17 + seed);
     std::size_t slept = 0, woke = 0;
     for (; cycle < cycles && !alone && !pool->store().broken(); ++cycle) {
