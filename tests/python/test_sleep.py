@@ -196,6 +196,41 @@ def test_what_sleeps_leaves_its_memory_to_others(pool_factory, kind):
     pool._close_heaps()
 
 
+def test_pages_ahead_of_need_are_given_up_and_not_copied(pool_factory, kind):
+    pool = pool_factory(kind, prefetch=32 * PAGE)
+    t = filled(pool, 4 * PAGE, 5)
+    t.prepare(8 * PAGE)
+    pool.wait_idle(5)
+    assert pool.stats().pages_prefetched >= 8
+    with _core.FallAsleep(pool._core) as sleep:
+        sleep.next_number()
+        t._fall_asleep(sleep, False)
+        sleep.begin()
+        assert sleep.nbytes == 4 * PAGE
+    t._wake()
+    assert t.eq(5).all()
+
+
+def test_a_write_to_a_view_while_contents_are_saved_is_not_lost(pool_factory, monkeypatch):
+    """The kernel copies the page that it goes to: that one stays where it is."""
+    pool = pool_factory("host")
+    t = filled(pool, 4 * PAGE, 5)
+    child = t.fork()
+    view = child[:]
+    save = vtensor._pool.sleep._copy
+
+    def write_then(copy, doing):
+        save(copy, doing)
+        if doing == "Pool.sleep":
+            view[PAGE] = 9
+
+    monkeypatch.setattr(vtensor._pool.sleep, "_copy", write_then)
+    pool.sleep(contents="host")
+    pool.wake()
+    assert t.eq(5).all() and child[PAGE] == 9 and child.eq(5).sum() == 4 * PAGE - 1
+    testing.check_invariants(pool)
+
+
 def test_tags(scene):
     pool = scene.pool
     with pytest.raises(vtensor.InvalidArgument, match="'kv', 'weights'|'weights'"):
