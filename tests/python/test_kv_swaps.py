@@ -70,6 +70,20 @@ def test_host_memory_goes_with_the_last_copy_that_uses_it(cache):
     assert cache.stats().nbytes_swapped == 0
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_what_slots_share_in_host_memory_is_there_for_the_last_of_them(cache, back):
+    slot = filled(cache, 40)
+    (fork,) = cache.fork(slot)
+    cache.swap_out([slot, fork])
+    if back:
+        assert cache.swap_in(slot)
+    cache.free(slot)
+    assert cache.swap_in(fork)
+    cache.wait(fork)
+    check_contents(cache, fork, range(40))
+    assert cache.stats().nbytes_swapped == 0
+
+
 PREAMBLE = """
 import os, resource, signal, sys
 import torch, vtensor
