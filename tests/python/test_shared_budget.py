@@ -242,6 +242,19 @@ def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
             kept.close()
 
 
+def test_others_keep_what_they_cache_where_the_whole_budget_is_too_small(name):
+    with (
+        open_pool("host", WHOLE, shared_budget=name) as pool,
+        open_pool("host", WHOLE, shared_budget=name, cache=WHOLE * PAGE) as other,
+        pages(pool) as t,
+    ):
+        pages(other, 20).close()
+        assert other.stats().pages_cached == 20
+        with pytest.raises(vtensor.OutOfPages):
+            t.extend(WHOLE + 1)
+        assert other.stats().pages_cached == 20
+
+
 def test_numbers_of_requests_wrap_around(name):
     """The answer to the first is waited for as any, also where the number of the last one is higher."""
     with open_pool("host", WHOLE, shared_budget=name) as pool, pages(pool) as t:
