@@ -463,6 +463,18 @@ def test_a_late_copy_harms_nobody(sim, stream_pool, closed):
     assert pool.stats().pages_used == 0  # I14
 
 
+def test_pages_that_leave_soon_are_waited_for_before_cached_ones_go(sim, stream_pool):
+    pool = stream_pool(pages=12, prefetch=4 * 4096, cache=4 * 4096, patience=5)
+    filled(pool, 16, 1, rows=(1,)).close()
+    eventually(lambda: pool.stats().pages_cached == 4)
+    t = filled(pool, 32, 2, capacity=32)
+    sim.occupy(0, milliseconds=60)  # less than a request waits before it takes cached pages
+    t.truncate(16)
+    with filled(pool, 16, 3, capacity=16) as u:
+        assert pool.stats().pages_cached == 4 and u.eq(3).all()
+    t.close()
+
+
 # -- fences that never pass
 
 
