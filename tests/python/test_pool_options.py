@@ -38,6 +38,7 @@ def test_the_budget_is_raised_and_lowered_in_use(host):
     t.shrink(20 * PER_PAGE)
     host.budget = 50 * PAGE + 5  # whole pages
     assert host.budget == 50 * PAGE and check_sums(host).pages_free == 0
+    testing.check_invariants(host)  # I5: nor is memory kept beside them
     with pytest.raises(vtensor.OutOfPages):
         t.extend(1)
     host.budget = 51 * PAGE
