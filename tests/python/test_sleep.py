@@ -196,6 +196,25 @@ def test_what_sleeps_leaves_its_memory_to_others(pool_factory, kind):
     pool._close_heaps()
 
 
+def test_pages_that_wait_for_a_swapped_slot_too_sleep(pool_factory, kind):
+    pool = pool_factory(kind, 400)
+    with make_cache(pool) as cache:
+        slot = cache.alloc()
+        assert cache.step([40 if at == slot else 0 for at in range(len(cache.lengths))])
+        write(cache, slot, 0, [*range(40)])
+        (fork,) = cache.fork(slot)
+        cache.swap_out([slot, fork])
+        assert cache.swap_in(slot)  # its pages are kept for the fork
+        cache.wait(slot)
+        pool.sleep(contents="host")
+        assert pool.stats().pages_used == 0
+        pool.wake()
+        assert cache.swap_in(fork)
+        cache.wait(fork)
+        for one in (slot, fork):
+            check_contents(cache, one, [*range(40)])
+
+
 def test_pages_ahead_of_need_are_given_up_and_not_copied(pool_factory, kind):
     pool = pool_factory(kind, prefetch=32 * PAGE)
     t = filled(pool, 4 * PAGE, 5)
