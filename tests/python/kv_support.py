@@ -34,15 +34,6 @@ def make_cache(pool, shape: str = "layers", **options) -> vtensor.KVCache:
     return vtensor.KVCache(**options_of(shape, **options), dtype=torch.float32, pool=pool)
 
 
-def one_here_one_away(cache: vtensor.KVCache) -> tuple[int, int]:
-    """A slot of 10 tokens, and one of 20 in host memory."""
-    slot, away = cache.alloc(), cache.alloc()
-    grown(cache, slot, 10)
-    grown(cache, away, 20)
-    cache.swap_out(away)
-    return slot, away
-
-
 def lengths_with(cache: vtensor.KVCache, slot: int, length: int) -> list[int]:
     """Those of the cache's slots, with another of one slot."""
     lengths = cache.lengths

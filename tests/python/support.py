@@ -48,11 +48,6 @@ def quarter(pool, length=0, *, rows=(), capacity=64, dtype=torch.uint8, make=vte
     return make(*sizes, grow_dim=len(rows), capacity=capacity, dtype=dtype, pool=pool, **kw)
 
 
-def in_words(value: object) -> str:
-    """A parameter as part of a test's name, which is the same in each process: no address."""
-    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
-
-
 def filled(pool, length, value=1, **kw):
     """As `quarter`, every element `value`."""
     t = quarter(pool, length, **kw)
