@@ -566,13 +566,13 @@ bool Buffer::reuse_cached(const Caller& caller) {
   if (!reusable()) return false;
   is_quiet();
   owner_end_ = std::make_unique<Generation>();
-  owned_ = may_keep_ = true;
-  set_positions({});
-  pace_ = {};
-  take_error();
   // ready_after_ has the last owner's fences.
   work_.clear();
   work_.note(caller);
+  owned_ = may_keep_ = true;  // from here on nothing can fail
+  set_positions({});
+  pace_ = {};
+  take_error();
   range_.event(trace::What::reuse, cached());
   pool_->cached().remove(*this);
   range_.set_why(cached(), Why::prefetched);

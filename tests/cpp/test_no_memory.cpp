@@ -62,6 +62,17 @@ struct Bench {
   }
 };
 
+// Waits until no thread has the pool any more: the next one may reset the simulated device.
+template <class T>
+void let_go(std::shared_ptr<PagePool>& pool) {
+  const std::weak_ptr<PagePool> left = std::exchange(pool, nullptr);
+  for (const auto until = std::chrono::steady_clock::now() + kPatience;
+       !left.expired() && std::chrono::steady_clock::now() < until;)
+    std::this_thread::yield();
+  CHECK(left.expired());
+  slots::Bench<T>::await_end();
+}
+
 using Operation = std::function<void()>;
 
 // `prepare` returns the operation.
@@ -94,12 +105,7 @@ void each_allocation(const std::string& name, const std::function<Operation(Benc
       const PoolCounts counts = bench.pool->counts();
       CHECK(counts.used == 0);
       CHECK(counts.reserved_pages == 0);
-      const std::weak_ptr<PagePool> left = std::exchange(bench.pool, nullptr);
-      for (const auto until = std::chrono::steady_clock::now() + kPatience;
-           !left.expired() && std::chrono::steady_clock::now() < until;)
-        std::this_thread::yield();
-      CHECK(left.expired());
-      slots::Bench<T>::await_end();
+      let_go<T>(bench.pool);
       CHECK(T::leaks() == "");
     }
   }
@@ -110,6 +116,14 @@ TEST_CASE_TEMPLATE("tensors", T, OnHost, OnSimulation) {
   each_allocation<T>("make in a stream", [](Bench& bench) {
     return [&] {
       const Caller caller{"test", bench.pool->driver().copy_stream()};
+      bench.clients.push_back(Buffer::create(bench.pool, kShape, caller));
+    };
+  });
+  each_allocation<T>("make again", [](Bench& bench) {
+    bench.buffer(40);
+    bench.end();
+    return [&] {
+      const Caller caller{"test", bench.pool->driver().copy_stream(), true};
       bench.clients.push_back(Buffer::create(bench.pool, kShape, caller));
     };
   });
