@@ -386,13 +386,13 @@ Handle CudaDriver::import_page(const ExportedPage& page, ExportKind kind) {
 
 Address CudaDriver::reserve(std::size_t pages, Backed backed) {
   const Address range = mappings("driver.reserve").reserve(pages);
-  std::vector<Address> holes;
-  for (std::size_t i = 0; i < pages; i += backed.every) {
-    for (std::size_t page = i; page < i + backed.first; ++page)
-      holes.push_back(range + page * traits_.page_size);
-  }
-  if (holes.empty()) return range;
+  if (backed.first == 0) return range;
   try {
+    std::vector<Address> holes;
+    for (std::size_t i = 0; i < pages; i += backed.every) {
+      for (std::size_t page = i; page < i + backed.first; ++page)
+        holes.push_back(range + page * traits_.page_size);
+    }
     back_holes(holes);
   } catch (...) {
     try {

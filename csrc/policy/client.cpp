@@ -47,9 +47,19 @@ Address Client::reserve(std::size_t pages, Backed backed) {
 
 std::uint64_t Client::join(Address base, std::unique_ptr<faults::Range> report,
                            const Caller& caller) {
-  work_.note(caller);
+  std::uint64_t id = 0;
+  try {
+    work_.note(caller);
+    id = pool_->add(this);
+  } catch (...) {
+    try {
+      driver_.free_range(base, range_.row_pages() * range_.rows());
+    } catch (const std::exception&) {
+      // Left to the driver's end.
+    }
+    throw;
+  }
   known_ = faults::know(std::move(report), base, range_.bytes(), !pool_->traits().device.on_host());
-  const std::uint64_t id = pool_->add(this);  // from here on nothing can fail
   range_.begin(base, id);
   reserved_ = true;
   return id;

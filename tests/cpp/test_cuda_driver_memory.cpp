@@ -79,6 +79,22 @@ TEST_CASE("addresses that were reserved are given back") {
   refuse_each_allocation([](Bench& bench) { bench.driver->reserve(3); });
 }
 
+TEST_CASE("addresses with a page of zeros behind some are given back at once") {
+  refuse_each_allocation([](Bench& bench) {
+    const Backed backed{.first = 1, .every = 3};
+    const long n = std::exchange(allowed, -1);
+    bench.driver->free_range(bench.driver->reserve(3, backed), 3);  // the first one makes that page
+    const std::size_t before = bench.device.leaks().ranges;
+    allowed = n;
+    try {
+      bench.driver->reserve(3, backed);
+    } catch (const std::bad_alloc&) {
+      CHECK(bench.device.leaks().ranges == before);
+      throw;
+    }
+  });
+}
+
 TEST_CASE("pages that were to be replaced stay mapped") {
   refuse_each_allocation([](Bench& bench) {
     bench.driver->remap(bench.range, bench.old, Access::writable, bench.other, Access::writable);

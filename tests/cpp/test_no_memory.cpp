@@ -144,6 +144,19 @@ TEST_CASE_TEMPLATE("tensors", T, OnHost, OnSimulation) {
   });
 }
 
+TEST_CASE("the addresses of a buffer that is refused go back at once") {
+  each_allocation<OnSimulation>("make", [](Bench& bench) {
+    return [&bench, before = OnSimulation::control().leaks().ranges] {
+      try {
+        bench.buffer(0);
+      } catch (const std::bad_alloc&) {
+        CHECK(OnSimulation::control().leaks().ranges == before);
+        throw;
+      }
+    };
+  });
+}
+
 TEST_CASE_TEMPLATE("shared pages", T, OnHost, OnSimulation) {
   each_allocation<T>("fork", [](Bench& bench) {
     return [buffer = bench.buffer(40)] {
