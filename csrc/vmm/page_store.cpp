@@ -133,19 +133,22 @@ bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
   if (driver_.traits().adjacent_handles || spare_.size() >= pages) return false;
   if (!cover(pages)) return false;
   const std::size_t missing = pages - spare_.size();
-  std::vector<Handle> made;
+  std::vector<Page*> fresh;  // in no list without the lock
+  std::size_t made = 0;
   std::exception_ptr error;
   under_way_ += missing;
   try {
+    fresh.reserve(missing);
+    while (fresh.size() < missing) fresh.push_back(placement_->blank());
     const Unlocked unlocked(lock);
-    made.reserve(missing);
-    while (made.size() < missing) made.push_back(driver_.create(1));
+    for (; made < missing; ++made) fresh[made]->handle = driver_.create(1);
   } catch (...) {
     error = std::current_exception();
   }
   under_way_ -= missing;
-  for (const Handle handle : made) keep(placement_->reuse(handle));
-  just_made_ += made.size();
+  for (; fresh.size() > made; fresh.pop_back()) placement_->emptied(fresh.back());
+  for (Page* page : fresh) keep(page);
+  just_made_ += made;
   if (error) std::rethrow_exception(error);
   return true;
 }
@@ -160,6 +163,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
     if (home.stitched) {
       home.fresh = sub_sat(budget(), used_ + private_copies_ + spare_.size());
     }
+    out.reserve(begin + n);
     placement_->pick(home, previous, n, out);
     for (std::size_t i = begin; i < out.size(); ++i) empty_pages += !out[i]->resident;
     make_room(out.size() - begin, empty_pages);

@@ -38,7 +38,12 @@ class AdjacentPlacement final : public Placement {
     RowHome home{pages, {}};
     home.runs.reserve(2);
     if (HandleRun* run = open_idle(pages, 1)) home.runs.push_back(run);
-    if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(open_run(pages));
+    try {
+      if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(open_run(pages));
+    } catch (...) {
+      close_home(home);
+      throw;
+    }
     return home;
   }
 
@@ -66,7 +71,7 @@ class AdjacentPlacement final : public Placement {
     }
   }
 
-  Page* reuse(Handle) override { return nullptr; }
+  Page* blank() override { return nullptr; }
 
   void put_back(Page* page) override {
     HandleRun& run = run_of(page);
@@ -278,15 +283,21 @@ class UnorderedPlacement final : public Placement {
       if (page) {
         spare_.remove(page);
       } else {
-        page = reuse(driver_.create(1));
+        page = blank();
+        try {
+          page->handle = driver_.create(1);
+        } catch (...) {
+          recycle_record(page);
+          throw;
+        }
       }
       page->references = 1;
       out.push_back(page);
     }
   }
 
-  Page* reuse(Handle handle) override {
-    Page* page = new_record(handle);
+  Page* blank() override {
+    Page* page = new_record(0);
     page->dirty = !driver_.traits().created_zero;
     page->resident = true;
     return page;

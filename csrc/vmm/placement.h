@@ -50,12 +50,13 @@ class Placement {
   virtual void close_home(RowHome& home) = 0;
   // Adds to `out` `n` free pages, to be mapped after `previous` (null at a row's start), each with
   // one reference and off the pool's list of spare pages. Those that are not resident have no
-  // memory yet. May call Driver::create; if that throws, `out` has what was added so far.
+  // memory yet. May call Driver::create; if that throws, `out` has what was added so far. Requires:
+  // `out` has room for them.
   virtual void pick(RowHome& home, const Page* previous, std::size_t n,
                     std::vector<Page*>& out) = 0;
-  // Takes in a page that the driver has made, so that `pick` need not make one. Null if handles
-  // cost nothing until they are used.
-  virtual Page* reuse(Handle handle) = 0;
+  // A page without a handle, for one that the driver makes in advance. `emptied` takes it back.
+  // Requires: handles are made one by one.
+  virtual Page* blank() = 0;
   // The page has no reference any more; it is resident or empty.
   virtual void put_back(Page* page) = 0;
   // The memory of a free page was given back.

@@ -77,6 +77,7 @@ void Reservation::claim(Arrival& arrival) {
   try {
     for (const Run& run : arrival.runs) n += run.indices.size();
     arrival.handles.resize(n);
+    if (!given) arrival.taken.reserve(n);  // once for all runs
     for (const Run& run : arrival.runs) {
       const auto [begin, end] = run.indices;
       const Page* const previous = begin == 0 ? nullptr : at(run.row, begin - 1).page();

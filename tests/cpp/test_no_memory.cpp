@@ -157,6 +157,71 @@ TEST_CASE("the addresses of a buffer that is refused go back at once") {
   });
 }
 
+TEST_CASE("a growth that is refused leaves the memory of free pages to others") {
+  constexpr std::size_t kFew = 4, kMany = 16;
+  const auto shape = [](std::size_t pages) { return RowShape{1, kPage, pages, 0, false}; };
+  bool refused = true;
+  for (long n = 0; refused; ++n) {
+    CAPTURE(n);
+    const auto pool = PagePool::create(OnHost::open(), {.budget = kPages * kPage});
+    const auto grown = [&pool, &shape](std::size_t pages) {
+      const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape(pages), kCaller);
+      buffer->grow(kCaller, {0, pages}, false);
+      return buffer;
+    };
+    grown(kFew)->abandon();
+    const std::shared_ptr<Buffer> large = Buffer::create(pool, shape(kMany), kCaller);
+    allowed = n;
+    try {
+      large->grow(kCaller, {0, kMany}, false);
+    } catch (const std::bad_alloc&) {
+    }
+    refused = std::exchange(allowed, -1) < 0;
+    large->abandon();
+    const std::uint64_t before = pool->events().pages_recycled;
+    const std::shared_ptr<Buffer> next = grown(kFew);
+    CHECK(pool->events().pages_recycled == before + kFew);
+    next->abandon();
+  }
+}
+
+TEST_CASE("a pool knows each page that the device has made for it") {
+  const auto each_known = [](const std::function<void(PagePool&)>& operate) {
+    bool refused = true;
+    for (long n = 0; refused; ++n) {
+      CAPTURE(n);
+      auto pool = PagePool::create(OnSimulation::open(), {.budget = kPages * kPage});
+      allowed = n;
+      try {
+        operate(*pool);
+      } catch (const std::bad_alloc&) {
+      }
+      refused = std::exchange(allowed, -1) < 0;
+      const PoolCounts counts = pool->counts();
+      CHECK(OnSimulation::control().leaks().handles == counts.used + counts.spare);
+      let_go<OnSimulation>(pool);
+    }
+  };
+  SUBCASE("as it is taken") {
+    each_known([](PagePool& pool) {
+      const auto buffer = Buffer::create(pool.shared_from_this(), kShape, kCaller);
+      try {
+        buffer->grow(kCaller, {0, 40}, false);
+      } catch (const std::bad_alloc&) {
+        buffer->abandon();
+        throw;
+      }
+      buffer->abandon();
+    });
+  }
+  SUBCASE("in advance") {
+    each_known([](PagePool& pool) {
+      PoolLock lock(pool.shared_from_this());
+      pool.store().make_ready(lock, 8);
+    });
+  }
+}
+
 TEST_CASE_TEMPLATE("shared pages", T, OnHost, OnSimulation) {
   each_allocation<T>("fork", [](Bench& bench) {
     return [buffer = bench.buffer(40)] {
