@@ -122,12 +122,17 @@ void Client::end_hold() noexcept {
 
 bool Client::is_quiet() {
   if (zeroing_) {
-    ready_after_.reserve(ready_after_.size() + 1);
+    make_room_for_zeroing();
     if (FencePtr fence = driver_.fence(driver_.side_stream()))
       ready_after_.push_back(std::move(fence));
     zeroing_ = false;
   }
   return all_passed(driver_, ready_after_);
+}
+
+void Client::make_room_for_zeroing() {
+  ready_after_.reserve(ready_after_.size() + 1);
+  work_.make_room();
 }
 
 std::vector<FencePtr> Client::fences() const {
@@ -233,6 +238,7 @@ bool Client::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
   try {
     if (asleep.load() == 0 && range_.leaving() == 0) find_missing(arrival, pages);
     if (!arrival.runs.empty()) {
+      make_room_for_zeroing();
       arrival.ahead = true;
       busy_ = true;
       range_.claim(arrival);
@@ -405,6 +411,7 @@ bool Client::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pag
   } catch (const Error&) {
     return false;  // a capture forbids asking
   }
+  make_room_for_zeroing();
   runs = unclean(pages);
   busy_ = !runs.empty();
   return busy_;

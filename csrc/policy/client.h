@@ -219,6 +219,9 @@ class Client : public std::enable_shared_from_this<Client> {
   // from `begin` on that are mapped for this reason: what no generation covers is unneeded.
   void release(Interval indices) VT_LOCKED;
   void release(Why why, std::size_t begin = 0) VT_LOCKED;
+  // The side stream and a fence of it can be recorded without memory: growth waits for zeroing by
+  // these.
+  void make_room_for_zeroing() VT_LOCKED;
   // Stops wanting pages ahead. What is mapped in part goes.
   void give_up_ahead() VT_LOCKED;
   void failed(std::exception_ptr error) VT_LOCKED;

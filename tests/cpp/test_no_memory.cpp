@@ -222,6 +222,75 @@ TEST_CASE("a pool knows each page that the device has made for it") {
   }
 }
 
+// Growth waits for zeroing by its fence.
+TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
+  const auto entered = [](const std::function<void()>& enter) {
+    allowed = 0;
+    bool all = true;
+    try {
+      enter();
+    } catch (const std::bad_alloc&) {
+      all = false;
+    }
+    allowed = -1;
+    return all;
+  };
+  std::shared_ptr<PagePool> pool =
+      PagePool::create(OnSimulation::open(), {.budget = kPages * kPage, .cache = 64 * kPage});
+  const auto quiet = [&pool](Client& client) {
+    const PoolLock lock(pool);
+    return client.is_quiet();
+  };
+  OnSimulation::control().hold(pool->driver().side_stream());
+  std::shared_ptr<Buffer> buffer, mapped;
+  SUBCASE("mapped") {
+    const std::shared_ptr<Buffer> first = Buffer::create(pool, {1, kPage, 8, 0, false}, kCaller);
+    first->grow(kCaller, {0, 8}, false);
+    {
+      const PoolLock lock(pool);
+      first->keep_nothing();
+    }
+    first->abandon();
+    buffer = mapped = Buffer::create(pool, kShape, kCaller);
+    Reservation::Arrival arrival;
+    {
+      const PoolLock lock(pool);
+      buffer->want_until(16, false);
+      REQUIRE(buffer->claim_ahead(arrival, 4));
+    }
+    const Reservation::Arriving one{&buffer->range(), &arrival};
+    Reservation::carry_out({&one, 1}, pool->driver().side_stream(), true);
+    REQUIRE(arrival.zeroed != nullptr);
+    const PoolLock lock(pool);
+    CHECK(entered([&] { buffer->enter_ahead(arrival); }));
+  }
+  for (const bool refused : {false, true}) {
+    SUBCASE(refused ? "zeroed, and without a fence" : "zeroed") {
+      buffer = Buffer::create(pool, kShape, kCaller);
+      buffer->grow(kCaller, {0, 16}, false);
+      std::vector<Reservation::Run> runs;
+      {
+        const PoolLock lock(pool);
+        buffer->abandon();
+        pool->reap();
+        REQUIRE(buffer->claim_cleaning(runs, 4));
+      }
+      FencePtr zeroed = buffer->clean(runs);
+      const PoolLock lock(pool);
+      CHECK(entered([&] {
+        const auto error = refused ? std::make_exception_ptr(1) : std::exception_ptr();
+        buffer->enter_cleaning(runs, refused ? nullptr : std::move(zeroed), error);
+      }));
+    }
+  }
+  CHECK_FALSE(quiet(*buffer));
+  OnSimulation::control().release(pool->driver().side_stream());
+  if (mapped) std::exchange(mapped, nullptr)->abandon();
+  buffer.reset();
+  pool->retire();
+  let_go<OnSimulation>(pool);
+}
+
 TEST_CASE_TEMPLATE("shared pages", T, OnHost, OnSimulation) {
   each_allocation<T>("fork", [](Bench& bench) {
     return [buffer = bench.buffer(40)] {
