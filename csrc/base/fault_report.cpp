@@ -40,6 +40,7 @@ class Ranges {
     range->base_ = base;
     range->bytes_ = bytes;
     range->on_device_ = on_device;
+    range->made_in_ = fork_depth.load(std::memory_order_relaxed);
     const std::lock_guard lock(changing_);
     Range* const next = newest_.load(std::memory_order_relaxed);
     range->next_.store(next, std::memory_order_relaxed);
@@ -295,8 +296,8 @@ Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
 }
 
 void Forget::operator()(Range* range) const noexcept {
-  // In a forked child a thread of the parent may hold the lock, and no addresses are given back.
-  if (!in_forked_child()) ranges.remove(range);
+  // A forked child gives back no addresses of its parent's, and explains faults there to the end.
+  if (range->made_in_ == fork_depth.load(std::memory_order_relaxed)) ranges.remove(range);
 }
 
 bool asleep_at(std::uintptr_t at) noexcept {

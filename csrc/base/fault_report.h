@@ -59,6 +59,7 @@ class Range {
 
  private:
   friend class Ranges;
+  friend struct Forget;
 
   std::array<std::atomic<std::uintptr_t>, 8> reported_{};
 
@@ -66,6 +67,7 @@ class Range {
   std::uintptr_t base_ = 0;
   std::size_t bytes_ = 0;
   bool on_device_ = false;
+  std::uint32_t made_in_ = 0;  // which process, by its fork_depth
   std::atomic<Range*> next_{nullptr};
   Range* previous_ = nullptr;
 };

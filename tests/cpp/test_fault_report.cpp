@@ -548,4 +548,22 @@ TEST_CASE("a child that is forked while ranges come and go can have ranges of it
   CHECK(wrong == 0);
 }
 
+TEST_CASE("a forked child forgets the ranges of its own, and none of its parent's") {
+  const int status = in_child([] {
+    watch_forks();
+    Known theirs = know_as(1, reserve());
+    theirs->set_asleep(true);
+    return in_child([&theirs] {
+      Known ours = know_as(2, reserve());
+      ours->set_asleep(true);
+      const std::uintptr_t at = ours->base(), before = theirs->base();
+      if (!asleep_at(at)) return 1;
+      ours.reset();
+      theirs.reset();
+      return asleep_at(at) ? 2 : asleep_at(before) ? 0 : 3;
+    });
+  });
+  CHECK(status == 0);
+}
+
 }  // namespace vtensor::faults
