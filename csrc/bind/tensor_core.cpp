@@ -107,15 +107,6 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
   use(with_memory(*pool, caller, [&] { return Buffer::create(pool, shape, caller); }));
 }
 
-TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length,
-                       bool unclean)
-    : TensorCore(std::move(spec)) {
-  positions_ = {0, length};
-  may_copy_on_write_ = true;
-  if (unclean || spec_.zeroed) stale_until_ = buffer->geometry().reach(positions_);
-  use(std::move(buffer));
-}
-
 TensorCore::~TensorCore() {
   if (buffer_) buffer_->abandon();
 }
@@ -144,8 +135,27 @@ trace::Span TensorCore::traced(trace::What what, std::size_t first, std::size_t 
 }
 
 void TensorCore::use(std::shared_ptr<Buffer> buffer) {
-  buffer_ = std::move(buffer);
-  torch_.set_strides(*buffer_);
+  TorchStorage::Strides strides;
+  try {
+    strides = torch_.strides_of(*buffer);
+  } catch (...) {
+    buffer->abandon();
+    throw;
+  }
+  use(std::move(buffer), std::move(strides));
+}
+
+void TensorCore::use(std::shared_ptr<Buffer> buffer, TorchStorage::Strides strides) noexcept {
+  buffer_.swap(buffer);
+  torch_.set_strides(std::move(strides));
+  if (buffer) buffer->abandon();
+}
+
+void TensorCore::use_shared(std::shared_ptr<Buffer> buffer, std::size_t length, bool unclean) {
+  use(std::move(buffer));
+  positions_ = {0, length};
+  may_copy_on_write_ = true;
+  if (unclean || spec_.zeroed) stale_until_ = buffer_->geometry().reach(positions_);
 }
 
 // Runs `body` with the tensor off its storage, and publishes its positions again if that throws.
@@ -475,9 +485,8 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
   // In a tensor made by zeros(), all new positions; otherwise what the pages hold of a parent's
   // bytes, counted from the new start.
   const std::size_t stale = spec_.zeroed ? kept + n : sub_sat(stale_until_, positions_.begin);
-  std::shared_ptr<Buffer> moved;
   while_detached(self, [&] {
-    moved = operation.with_memory([&] {
+    use(operation.with_memory([&] {
       std::shared_ptr<Buffer> buffer = share(caller, spec_.capacity, !buffer_->published());
       try {
         buffer->grow(caller, {0, kept + n}, populate);
@@ -487,10 +496,8 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
         throw;
       }
       return buffer;
-    });
+    }));
   });
-  buffer_->abandon();
-  use(std::move(moved));
   positions_ = {0, kept + n};
   stale_until_ = stale;
   publish(self);
@@ -547,7 +554,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
     }
     std::vector<Sharing::Reindexing> in_place;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
-      auto& [core, self, index, rows, moved] = tensors[i];
+      auto& [core, self, index, rows, moved, strides] = tensors[i];
       Buffer& buffer = *core->buffer_;
       RowShape shape = core->row_shape(core->spec_.capacity);
       const bool may_stay =
@@ -560,6 +567,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
           moved = Sharing(buffer, operations[i]->caller()).share(shape, rows, false);
         }
       });
+      if (moved) strides = core->torch_.strides_of(*moved);
     }
     if (!in_place.empty()) {
       const Operation& first = *operations.front();
@@ -573,7 +581,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
     throw;
   }
   for (Reindexing& tensor : tensors) {
-    if (tensor.moved) tensor.core->take_rows(std::move(tensor.moved), tensor.index.size());
+    if (tensor.moved) tensor.core->take_rows(tensor);
   }
   for (const auto& [state, changes] : states) {
     if (PyDict_Update(state.ptr(), changes.ptr()) != 0) throw nb::python_error();
@@ -581,11 +589,10 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
   for (const Reindexing& tensor : tensors) tensor.core->publish(tensor.self);
 }
 
-// Takes over a buffer with the same positions and `batch` times the inner rows.
-void TensorCore::take_rows(std::shared_ptr<Buffer> rows, std::size_t batch) {
-  spec_.sizes[0] = static_cast<std::int64_t>(batch);
-  buffer_->abandon();
-  use(std::move(rows));
+// Takes over a buffer with the same positions, and the inner rows once for each index.
+void TensorCore::take_rows(Reindexing& tensor) noexcept {
+  spec_.sizes[0] = static_cast<std::int64_t>(tensor.index.size());
+  use(std::move(tensor.moved), std::move(tensor.strides));
   const std::size_t reached = sub_sat(stale_until_, positions_.begin);
   positions_ = {0, length()};
   stale_until_ = spec_.zeroed ? buffer_->geometry().reach(positions_) : reached;
@@ -618,9 +625,11 @@ ReaderFiles TensorCore::open_for_readers(nb::handle self) {
 std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stream> stream) {
   const Operation operation(*this, "VTensor.fork", self, stream);
   begin_sharing(self);
-  std::shared_ptr<Buffer> child =
-      operation.with_memory([&] { return share(operation.caller(), spec_.capacity, false); });
-  return std::make_unique<TensorCore>(std::move(child), spec_, length(), true);
+  std::unique_ptr<TensorCore> child(new TensorCore(spec_));
+  child->use_shared(
+      operation.with_memory([&] { return share(operation.caller(), spec_.capacity, false); }),
+      length(), true);
+  return child;
 }
 
 void TensorCore::reallocate(nb::handle self, nb::handle moved, nb::handle given) {
@@ -631,10 +640,11 @@ void TensorCore::reallocate(nb::handle self, nb::handle moved, nb::handle given)
   spec.capacity = checked_capacity(name, capacity);
   without_gil([&] { buffer_->use(operation.caller()); });
   while_detached(self, [&] {
-    std::shared_ptr<Buffer> pages = operation.with_memory(
-        [&] { return share(operation.caller(), spec.capacity, !buffer_->published()); });
-    auto core = std::make_unique<TensorCore>(std::move(pages), std::move(spec), length(),
-                                             stale_until_ > positions_.end);
+    std::unique_ptr<TensorCore> core(new TensorCore(spec));
+    core->use_shared(operation.with_memory([&] {
+      return share(operation.caller(), spec.capacity, !buffer_->published());
+    }),
+                     length(), stale_until_ > positions_.end);
     core->attach(moved, length());
     nb::setattr(moved, "_core", nb::cast(std::move(core)));
   });

@@ -32,9 +32,6 @@ class TensorCore {
                           nb::object closed);
 
   TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec);
-  // Over pages shared with another buffer. `unclean`: bytes past `length` in them are not this
-  // tensor's (I7).
-  TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length, bool unclean);
   ~TensorCore();
 
   // Puts the tensor over this core's memory and grows it to its initial length.
@@ -53,6 +50,7 @@ class TensorCore {
     std::vector<std::int64_t> index;
     std::vector<std::size_t> rows = {};       // that the index selects
     std::shared_ptr<Buffer> moved = nullptr;  // null if the rows stay in place
+    TorchStorage::Strides strides = {};       // of `moved`
   };
   // Changes all of them, or none if one is refused. In the same call, updates the first dict of
   // each pair in `states` with the second.
@@ -86,7 +84,7 @@ class TensorCore {
   class Operation;
   class Undressed;
 
-  // The other constructors begin with this one, so that a buffer is abandoned if they throw.
+  // Without a buffer. It is made before one, so that what then throws leaves none without an owner.
   explicit TensorCore(TensorSpec spec) : spec_(std::move(spec)) {}
 
   void retract(const Caller& caller);
@@ -108,9 +106,15 @@ class TensorCore {
   void dress(nb::handle self);
   void dress_at_end(nb::handle self) noexcept;
   void leave(nb::handle self);
+  // The buffer is the tensor's from now on, and the one before is abandoned. If the strides cannot
+  // be made, `buffer` is abandoned, and nothing is changed.
   void use(std::shared_ptr<Buffer> buffer);
+  void use(std::shared_ptr<Buffer> buffer, TorchStorage::Strides strides) noexcept;
+  // `use` of pages shared with another buffer. `unclean`: bytes past `length` in them are not this
+  // tensor's (I7).
+  void use_shared(std::shared_ptr<Buffer> buffer, std::size_t length, bool unclean);
   std::vector<std::size_t> chosen_rows(std::span<const std::int64_t> index) const;
-  void take_rows(std::shared_ptr<Buffer> rows, std::size_t batch);
+  void take_rows(Reindexing& tensor) noexcept;
 
   std::shared_ptr<Buffer> buffer_;  // null once closed
   TensorSpec spec_;

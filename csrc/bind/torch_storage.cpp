@@ -23,16 +23,17 @@ nb::object tuple_of(std::size_t count, Get get) {
 
 }  // namespace
 
-void TorchStorage::set_strides(const Buffer& buffer) {
+TorchStorage::Strides TorchStorage::strides_of(const Buffer& buffer) const {
   const std::size_t dims = spec_.sizes.size();
-  stride_values_.assign(dims, 1);
+  Strides strides{std::vector<std::int64_t>(dims, 1), {}};
   for (std::size_t dim = dims - 1; dim-- > 0;) {
-    stride_values_[dim] =
+    strides.values[dim] =
         dim + 1 == spec_.grow_dim
             ? static_cast<std::int64_t>(buffer.range().row_bytes() / spec_.item_size)
-            : stride_values_[dim + 1] * spec_.sizes[dim + 1];
+            : strides.values[dim + 1] * spec_.sizes[dim + 1];
   }
-  strides_ = tuple_of(dims, [this](std::size_t dim) { return stride_values_[dim]; });
+  strides.tuple = tuple_of(dims, [&strides](std::size_t dim) { return strides.values[dim]; });
+  return strides;
 }
 
 bool TorchStorage::is_set(nb::handle self, const Buffer& buffer, Interval positions) {
@@ -41,7 +42,7 @@ bool TorchStorage::is_set(nb::handle self, const Buffer& buffer, Interval positi
   for (std::size_t dim = 0; dim < shape.size(); ++dim) {
     const std::int64_t size = spec_.size(dim, positions.size());
     // torch does not define the stride of a dimension of size 1.
-    if (shape[dim] != size || (size > 1 && strides[dim] != stride_values_[dim])) return false;
+    if (shape[dim] != size || (size > 1 && strides[dim] != strides_.values[dim])) return false;
   }
   return positions.empty() ||
          reinterpret_cast<Address>(data) == buffer.address_of(0, positions.begin);
@@ -53,7 +54,7 @@ void TorchStorage::set(nb::handle self, nb::object storage, const Buffer& buffer
   const std::size_t offset = (buffer.address_of(0, positions.begin) - begin) / spec_.item_size;
   nb::object sizes = tuple_of(spec_.sizes.size(),
                               [&](std::size_t dim) { return spec_.size(dim, positions.size()); });
-  TorchBridge::get().set(self, storage, offset, sizes, strides_);
+  TorchBridge::get().set(self, storage, offset, sizes, strides_.tuple);
   storage_ = std::move(storage);
   published_ = indices;
 }
@@ -79,7 +80,7 @@ void TorchStorage::detach(nb::handle self) {
   nb::object storage = TorchBridge::get().empty_storage(spec_.device);
   nb::object sizes =
       tuple_of(spec_.sizes.size(), [this](std::size_t dim) { return spec_.size(dim, 0); });
-  TorchBridge::get().set(self, storage, 0, sizes, strides_);
+  TorchBridge::get().set(self, storage, 0, sizes, strides_.tuple);
   storage_ = std::move(storage);
   published_ = {};
 }

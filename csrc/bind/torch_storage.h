@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "base/interval.h"
@@ -33,8 +34,13 @@ class TorchStorage {
  public:
   explicit TorchStorage(const TensorSpec& spec) : spec_(spec) {}
 
-  // The strides are those of this buffer's rows from now on.
-  void set_strides(const Buffer& buffer);
+  // Those of a buffer's rows. Throws what Python does.
+  struct Strides {
+    std::vector<std::int64_t> values;
+    nb::object tuple;
+  };
+  Strides strides_of(const Buffer& buffer) const;
+  void set_strides(Strides strides) noexcept { strides_ = std::move(strides); }
   // Whether torch has what was set last.
   bool is_set(nb::handle self, const Buffer& buffer, Interval positions);
   // What the last is_set() found.
@@ -52,8 +58,7 @@ class TorchStorage {
            Interval indices);
 
   const TensorSpec& spec_;
-  nb::object strides_;
-  std::vector<std::int64_t> stride_values_;
+  Strides strides_;
   nb::object storage_;
   Interval published_;  // page indices under storage_
   TensorFacts facts_;   // kept for its memory

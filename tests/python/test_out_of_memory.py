@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import vtensor
 from cuda_support import TorchOnTheDevice, free_memory
 from support import eventually, filled, quarter, ramp, same_bytes, simcuda_library
 from vtensor import testing
-from vtensor._core import TensorCore
+from vtensor._core import TensorCore, reindex
 
 MEMORY = 4 << 30  # of the simulated device
 AHEAD = 16 * 4096
@@ -391,3 +392,43 @@ def test_an_append_whose_copy_is_interrupted_adds_nothing(pool_factory):
     testing.check_invariants(pool)
     assert t.length == 5 and same_bytes(t, ramp(t))
     t.close()
+
+
+@pytest.mark.parametrize("operation", ["reindex", "extend", "reserve"])
+def test_a_buffer_that_python_has_no_memory_to_take_leaves_no_trace(pool_factory, operation):
+    """Of several tensors whose rows change, and of one that moves."""
+    allocator = pytest.importorskip("_testcapi")
+    pool = pool_factory("host")
+    refused = 0
+    for allocation in range(60):
+        ts = [
+            vtensor.empty(
+                2, 2, *[1] * 24, 1024, grow_dim=1, capacity=64, when_full="move", dtype=torch.uint8, pool=pool
+            )
+            for _ in range(2)
+        ]
+        for number, t in enumerate(ts):
+            t.extend(1).fill_(number + 1)
+        ts[0].shrink(1, front=True)
+        call = {
+            "reindex": (reindex, [t._core for t in ts], ts, [[0, 1, 1]] * 2, []),
+            "extend": (TensorCore.extend, ts[0]._core, ts[0], 63),
+            "reserve": (TensorCore.reserve, ts[0]._core, ts[0], 100),
+        }[operation]
+        allocator.set_nomemory(allocation, allocation + 1)
+        try:
+            call[0](*call[1:])
+        except (MemoryError, RuntimeError):  # torch's, for a storage
+            refused += 1
+        finally:
+            allocator.remove_mem_hooks()
+        testing.check_invariants(pool)
+        assert pool.stats().tensors == 2
+        for number, t in enumerate(ts):
+            with suppress(vtensor.VTensorError):
+                t.extend(0)  # puts back what torch lacks
+            assert t[:, :2].eq(number + 1).all()
+            t.close()
+        testing.check_invariants(pool)
+        assert pool.stats().tensors == pool.stats().pages_used == 0
+    assert refused != 0
