@@ -45,10 +45,13 @@ MODELS["lively_hybrid"] = lambda: transformers.Gemma3ForCausalLM(
 processes = multiprocessing.get_context("fork")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def port_holder() -> socket.socket:
+    """A socket for as long as its port is wanted: the system gives the port to no other socket, but one that
+    asks for it by number may listen there, if it sets SO_REUSEADDR too."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 class Side(Engine):
@@ -57,7 +60,8 @@ class Side(Engine):
     def __init__(
         self, role: str, lease: int = 30, model_name: str = "lively", policy: str = "fail", **options
     ):
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+        self.port = port_holder()  # vLLM waits for ever to listen there if another socket does
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.port.getsockname()[1])
         super().__init__(
             model_name,
             kv_transfer_config={
