@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ LATE = ("nobody_reads", "nobody_reads_over_tcp")
 
 def run(mode, folder, *names):
     command = [sys.executable, "-W", "ignore", SCRIPT, mode, folder, *names]
-    return subprocess.run(command, timeout=1500, capture_output=True, text=True)
+    # Set before the script imports torch: a forked process lacks OpenMP's threads, and would wait for them.
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=alone, timeout=1500, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
