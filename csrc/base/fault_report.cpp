@@ -90,6 +90,9 @@ bool Range::is_first_report(std::uintptr_t at) noexcept {
 namespace {
 
 Ranges ranges;
+// At once: where the first range registers it, a fork meanwhile leaves a child that waits for that.
+[[maybe_unused]] const int watched =
+    pthread_atfork([] { ranges.lock(); }, [] { ranges.unlock(); }, [] { ranges.unlock(); });
 
 using Action = struct sigaction;
 
@@ -287,10 +290,6 @@ void install() noexcept {
 
 Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
            bool on_device) noexcept {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork([] { ranges.lock(); }, [] { ranges.unlock(); }, [] { ranges.unlock(); });
-  });
   ranges.add(range.get(), base, bytes, on_device);
   return Known(range.release());
 }
