@@ -6,10 +6,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <random>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -18,9 +21,11 @@
 #include "cpp/hammered.h"
 #include "driver/driver.h"
 #include "owner.h"
+#include "policy/make_room.h"
 #include "policy/page_pool.h"
 #include "tensor/buffer.h"
 #include "tensor/sharing.h"
+#include "vmm/ledger.h"
 
 namespace vtensor {
 namespace {
@@ -275,6 +280,43 @@ TEST_CASE("pages that are announced are not for what only looks ahead") {
   announced->abandon();
 }
 
+TEST_CASE("what is announced for two is no more than there is") {  // I5
+  const auto pool = open_pool(8, {.prefetch = 64 * kBytes});
+  const RowShape shape{1, kBytes, 8, 0, false};
+  const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
+  const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
+  {
+    const PoolLock lock(pool);  // the mapper finds both
+    first->announce(6);
+    second->announce(6);
+  }
+  pool->wait_idle(kPatience);
+  CHECK(pool->counts().used == 8);
+  CHECK_NOTHROW(pool->check_invariants());
+  first->abandon();
+  second->abandon();
+}
+
+TEST_CASE("nothing keeps a buffer whose pages the mapper has unmapped") {  // I14
+  const auto pool = open_pool(8, {.prefetch = 64 * kBytes});
+  std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, 8, 0, false}, kCaller);
+  buffer->grow(kCaller, {0, 8}, false);
+  const std::weak_ptr<Buffer> left = buffer;
+  std::exchange(buffer, nullptr)->abandon();
+  CHECK(settled(*pool, [&] { return left.expired(); }));
+}
+
+TEST_CASE("what ended while the lock was held is looked for before a refusal") {
+  const auto pool = open_pool(8, {});
+  const std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, 8, 0, false}, kCaller);
+  buffer->grow(kCaller, {0, 8}, false);
+  Generation* const view = buffer->publish();
+  buffer->abandon();
+  PoolLock lock(pool);
+  pool->end_locked(view);  // as a deleter leaves it that finds the lock taken
+  CHECK_NOTHROW(MakeRoom(*pool).free(lock, "test", 8, 0));
+}
+
 TEST_CASE("an owner whose own pages are on their way out gets them back as others") {
   const auto pool = open_pool(64, {.prefetch = 64 * kBytes});
   Writer owner(pool, 1, 3);
@@ -452,6 +494,58 @@ TEST_CASE("pools of one budget give each other what they keep") {
     CHECK(take(pool, kWhole));
     hammered::check_counts(*pool);
     pool->wait_idle(kPatience);
+  }
+}
+
+// Another pool of a budget, that asks this one's for memory.
+struct Asking {
+  CallMeter meter;
+  const std::string name = text("asked-", getpid());
+  const std::shared_ptr<PagePool> pool = open_pool(64, {.shared_budget = name});
+  const std::unique_ptr<Ledger> ledger =
+      Ledger::join(meter, name, 64 * kBytes, pool->traits().device);
+  const std::shared_ptr<Buffer> buffer =
+      Buffer::create(pool, {1, kBytes, 64, 0, false}, kCaller);  // has all pages
+
+  Asking() { buffer->grow(kCaller, {0, 64}, false); }
+  ~Asking() { buffer->abandon(); }
+};
+
+TEST_CASE("a pool answers once it has given up all it can") {
+  const Asking asking;
+  asking.buffer->retract(kCaller, {});
+  PoolLock lock(asking.pool);  // not the mapper gives: no call here lets the lock go
+  REQUIRE(asking.pool->store().releasable() == 64);
+  asking.ledger->want(64 * kBytes);
+  const std::uint32_t request = asking.ledger->request();
+  std::size_t steps = 0;
+  while (MakeRoom(*asking.pool).give_to_others(lock) == MakeRoom::Given::some) {
+    CHECK_FALSE(asking.ledger->answered(request));
+    ++steps;
+  }
+  CHECK(steps > 1);
+  CHECK(asking.ledger->answered(request));
+}
+
+// Its operation goes on.
+struct BusyShrinker : Shrinker {
+  std::optional<std::size_t> shrink(std::size_t) noexcept override { return std::nullopt; }
+  std::size_t shrinkable() noexcept override { return 4; }
+};
+
+TEST_CASE("an operation of a shrinker is waited for, but not by a pool that asks itself") {
+  const Asking asking;
+  const auto shrinker = std::make_shared<BusyShrinker>();
+  asking.pool->add(shrinker);
+  for (const bool asks : {false, true}) {
+    CAPTURE(asks);
+    PoolLock lock(asking.pool);
+    asking.pool->store().ledger()->want(asks ? kBytes : 0);
+    asking.ledger->want(kBytes);
+    const std::uint32_t request = asking.ledger->request();
+    const MakeRoom::Given given = MakeRoom(*asking.pool).give_to_others(lock);
+    CHECK(given == (asks ? MakeRoom::Given::nothing : MakeRoom::Given::waits));
+    CHECK(asking.ledger->answered(request) == asks);
   }
 }
 
