@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from contextlib import suppress
@@ -11,6 +12,7 @@ import torch
 
 import vtensor
 from cuda_support import TorchOnTheDevice, free_memory
+from kv_support import RANGES, UNIT, lengths_with, make_cache
 from support import eventually, filled, quarter, ramp, same_bytes, simcuda_library
 from vtensor import testing
 from vtensor._core import TensorCore, reindex
@@ -184,6 +186,75 @@ def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full)
         other.extend(8)
     assert emptied == [1] and other.length == 4
     t.close(), other.close()
+
+
+def test_no_more_goes_than_a_device_without_memory_lacks(sim, stream_pool, emptied, full):
+    """What was freed last is kept for the next one."""
+    pool = stream_pool(cache=16 * PAGE)
+    first, last = filled(pool, 16), filled(pool, 16, capacity=32)
+    first.close(), last.close()
+    assert pool.stats().pages_cached == 8
+    full(0)
+    t = filled(pool, 16, 7, capacity=128)
+    assert t.eq(7).all() and not emptied
+    assert pool.stats().pages_cached == 4
+    t.close()
+
+
+def test_a_refusal_that_is_not_for_want_of_memory_takes_nothing_that_is_ahead(sim, stream_pool):
+    pool = stream_pool(prefetch=AHEAD)
+    other = quarter(pool, 4, capacity=32)
+    other.prepare(24)
+    filled(pool, 16).close()
+    pool.wait_idle(1)
+    assert (pool.stats().pages_prefetched, pool.stats().pages_cached) == (6, 4)
+    t = quarter(pool, 0, capacity=128)
+    sim.fail("cuMemMap")
+    t.extend(4)  # at the second try
+    pool.wait_idle(1)
+    assert pool.stats().pages_cached == 0
+    assert other.length == 4 and [r.state for r in other.pages()].count("prefetched") == 6
+    t.close(), other.close()
+
+
+@contextlib.contextmanager
+def growth_that_is_refused(sim, pool, pages):
+    """For a moment another thread has the last pages of the pool, for a growth that the driver then refuses."""
+    t = quarter(pool, 0, capacity=pages * 4)
+    refused = []
+
+    def grow():
+        try:
+            t.extend(pages * 4)
+        except vtensor.DriverError as error:
+            refused.append(error)
+
+    before = sim.calls("cuMemMap")
+    sim.slow("cuMemMap", 300_000)
+    sim.fail("cuMemMap")
+    thread = threading.Thread(target=grow)
+    thread.start()
+    eventually(lambda: sim.calls("cuMemMap") > before)
+    sim.slow("cuMemMap", 0)
+    yield
+    thread.join()
+    assert refused
+    t.close()
+
+
+def test_pages_of_a_growth_under_way_are_waited_for(sim, stream_pool, emptied):
+    """It may be refused."""
+    pool = stream_pool(8, patience=20)
+    with growth_that_is_refused(sim, pool, 8), quarter(pool, 0, capacity=32) as t:
+        assert t.extend(32).length == 32
+
+
+def test_a_cache_that_waits_to_fit_waits_for_a_growth_under_way(sim, stream_pool, emptied):
+    """It may be refused."""
+    pool = stream_pool(2 * RANGES, patience=20)
+    with make_cache(pool) as cache, growth_that_is_refused(sim, pool, 2 * RANGES):
+        wanted = lengths_with(cache, cache.alloc(), UNIT)
+        assert cache.fits(wanted, wait=True)
 
 
 @pytest.mark.parametrize("kind", ["host", "simcuda"])
