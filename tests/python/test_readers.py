@@ -149,6 +149,18 @@ def test_a_page_that_a_reader_may_see_is_not_reused(pool, other):
     other.close()
 
 
+def test_growth_finds_the_pages_that_a_reader_has_just_let_go(pool, other):
+    t = rows(pool)
+    other.receive(t)
+    for _ in range(5):
+        t.append(torch.zeros(2, 1000, 64))
+        assert other.sync() is True
+        t.truncate(0)
+        assert other.sync() is True
+        rows(pool, pool.budget // PAGE * 8 - 64).close()  # no look at the counts before it
+    other.close()
+
+
 def test_no_other_tensor_comes_to_the_pages_of_one_that_is_read(kind, other):
     with shareable(kind, prefetch=1 << 20) as pool:
         t = rows(pool, 300)
