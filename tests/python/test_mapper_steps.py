@@ -70,6 +70,25 @@ def test_unmapping_is_bounded_by_time(sim, stream_pool):
     t.close()
 
 
+def test_unmapping_of_many_tensors_is_bounded_by_time(sim, stream_pool):
+    """A tensor that grows meanwhile waits for the call that is under way, not for those of the others."""
+    pool = stream_pool(patience=20, prefetch=PAGE, cache=0)
+    tensors = [filled(pool, 8) for _ in range(16)]
+    stream = sim.stream(held=True)
+    for t in tensors:
+        t.record_stream(stream)
+        t.truncate(0)
+    made = sim.calls("cuMemUnmap")
+    sim.slow("cuMemUnmap", 20_000)
+    sim.release(stream)
+    eventually(lambda: sim.calls("cuMemUnmap") > made)
+    tensors[-1].extend(1)
+    assert sim.calls("cuMemUnmap") - made < len(tensors)
+    sim.slow("cuMemUnmap", 0)
+    for t in tensors:
+        t.close()
+
+
 # 512 MiB, which take the mapper some tenths of a second.
 BACKLOG = """
 pages = 8192
