@@ -182,6 +182,19 @@ TEST_CASE("random prompts, against a plain model") {
   }
 }
 
+TEST_CASE("a unit stays as long as one behind it is in use") {
+  const auto pool = open_pool();
+  PrefixIndex index(1);
+  const Tokens tokens{1, 2};
+  Units units(pool, 2);
+  index.add(tokens, "", 0, std::move(units.prefixes));
+  units.buffer->retract(kCaller, {1, 2});  // as behind a window
+  CHECK(index.evict(2) == 0);
+  CHECK(index.known(tokens, "") == 2);
+  units.buffer->abandon();
+  CHECK(index.evict(2) == 2);
+}
+
 TEST_CASE("page sets end in a scope that has the lock") {
   const auto pool = open_pool();
   Units units(pool, 3);
