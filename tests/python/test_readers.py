@@ -31,6 +31,7 @@ from reader_process import (
 )
 from support import eventually, open_pool, run_program, simcuda_library
 from vtensor import _core, sharing, testing
+from vtensor._pool import sleep as _sleep
 
 PAGE = 4096
 
@@ -186,6 +187,31 @@ def test_a_closed_reader_holds_what_its_views_show(pool, other):
     other.receive(rows(pool), "view")  # in its place
     assert eventually(lambda: pool.stats().pages_held_by_readers == 0)
     other.close("view")
+
+
+def test_what_is_read_is_refused_sleep_before_anything_is_waited_for(kind, other):
+    with shareable(kind, patience=1) as pool:
+        t = rows(pool, 10)
+        other.receive(t)
+        with vtensor.lease(t), pytest.raises(vtensor.VTensorError, match="1 readers in other processes"):
+            pool.sleep(contents="host")  # not that the lease has not ended
+        assert torch.equal(other.read(), t)
+        other.close()
+
+
+def test_a_reader_that_comes_while_contents_are_saved_keeps_them_awake(pool, monkeypatch):
+    t = rows(pool, 10)
+    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)  # on their way to it
+    save, readers = _sleep._copy, []
+
+    def come_first(copy, doing):
+        readers.append(_core.ReaderCore(memory, ranges, 2, str(simcuda_library() or "")))
+        save(copy, doing)
+
+    monkeypatch.setattr(_sleep, "_copy", come_first)
+    with pytest.raises(vtensor.VTensorError, match="1 readers in other processes"):
+        pool.sleep(contents="host")
+    assert readers and t.extend(1).length == 11
 
 
 @pytest.mark.parametrize("end", ["close", "reallocate", "move", "reindex"])
