@@ -445,8 +445,9 @@ def test_prefixes_make_room_for_what_wakes(pool_factory, kind):
             lengths = cache.lengths
             lengths[slot] = len(PROMPT)
             assert cache.step(lengths)
-            cache.publish(slot, PROMPT)
+            cache.publish(slot, PROMPT, salt=salt)
             cache.free(slot)
+        pool.trim()  # what freed slots left
         assert pool.stats().pages_used > 24
         pool.wake()
         assert t.eq(3).all()
