@@ -14,7 +14,7 @@ import vtensor
 from cuda_support import TorchOnTheDevice, free_memory
 from kv_support import RANGES, UNIT, lengths_with, make_cache
 from support import eventually, filled, quarter, ramp, same_bytes, simcuda_library
-from vtensor import testing
+from vtensor import _core, testing
 from vtensor._core import TensorCore, reindex
 
 MEMORY = 4 << 30  # of the simulated device
@@ -219,7 +219,7 @@ def test_a_refusal_that_is_not_for_want_of_memory_takes_nothing_that_is_ahead(si
 
 @contextlib.contextmanager
 def growth_that_is_refused(sim, pool, pages):
-    """For a moment another thread has the last pages of the pool, for a growth that the driver then refuses."""
+    """For a moment another thread has the pool's last pages, for a growth that the driver then refuses."""
     t = quarter(pool, 0, capacity=pages * 4)
     refused = []
 
@@ -317,6 +317,22 @@ def test_pages_that_cannot_suffice_are_not_waited_for(sim, stream_pool, emptied)
     threading.Timer(0.1, sim.release, [stream]).start()
     assert kept.extend(5 * 4).length == 60
     kept.close(), leaving.close()
+
+
+def test_pages_that_leave_what_falls_asleep_are_not_waited_for(sim, stream_pool, emptied):
+    """They go with the rest of it. What is cached goes for who asks."""
+    pool = stream_pool(16, patience=20, cache=8 * PAGE)
+    t, stream = filled(pool, 32), sim.stream(held=True)
+    t.record_stream(stream)
+    t.truncate(4)
+    filled(pool, 32).close()
+    assert (pool.stats().pages_pinned, pool.stats().pages_cached) == (7, 8)
+    with _core.FallAsleep(pool._core) as falling, quarter(pool, 0, capacity=128) as other:
+        falling.next_number()
+        t._fall_asleep(falling, False)
+        assert other.extend(28).length == 28
+    sim.release(stream)
+    t.close()
 
 
 def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
