@@ -122,9 +122,7 @@ bool Arena::map_ready(const Caller& caller, Interval bytes) {
   if (busy_ || !ready_after_.empty()) return false;
   const Interval pages = pages_of(bytes);
   for (std::size_t i = pages.begin; i < pages.end; ++i) {
-    if (!is_mapped(range_.at(0, i)) || range_.why(i) == Why::unneeded ||
-        range_.why(i) == Why::fenced)
-      return false;
+    if (!is_mapped(range_.at(0, i))) return false;
   }
   work_.note(caller);
   begin_use({&pages, 1});
@@ -421,11 +419,6 @@ void Arena::enter_back(const Reservation::Departure& departure) {
     }
   }
   Client::enter_back(departure);
-  for (const Reservation::Run& run : std::span(departure.runs).first(departure.done)) {
-    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      if (uses_[i].blocks != 0) set_why(i, used());
-    }
-  }
 }
 
 // -- ends

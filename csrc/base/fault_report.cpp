@@ -90,9 +90,11 @@ bool Range::is_first_report(std::uintptr_t at) noexcept {
 namespace {
 
 Ranges ranges;
-// At once: where the first range registers it, a fork meanwhile leaves a child that waits for that.
-[[maybe_unused]] const int watched =
-    pthread_atfork([] { ranges.lock(); }, [] { ranges.unlock(); }, [] { ranges.unlock(); });
+// At load: a fork while the first range registered them would leave a child that waits for that.
+int watch_forks() noexcept {
+  return pthread_atfork([] { ranges.lock(); }, [] { ranges.unlock(); }, [] { ranges.unlock(); });
+}
+[[maybe_unused]] const int watched = watch_forks();
 
 using Action = struct sigaction;
 

@@ -87,8 +87,7 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
   if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
     pool_.count_private_copies();
   if (store.ledger() == nullptr) return store.unused(private_copies);
-  if (store.in_use() + store.under_way() + pages <= store.budget() && store.cover(pages))
-    return pages;
+  if (store.left(private_copies) >= pages && store.cover(pages)) return pages;
   // By now other pools may have left more.
   return std::min(pages - 1, store.unused(private_copies));
 }

@@ -204,7 +204,6 @@ class Mapper::Step {
   }
 
   bool claim_cleaning() VT_LOCKED {
-    if (pool_.zero_policy() == ZeroPolicy::never) return false;
     for (auto at = pool_.cached().unclean.begin(); at != pool_.cached().unclean.end();) {
       const std::shared_ptr<Client> client = *at++;
       Cleaning job{client, {}, nullptr, nullptr};

@@ -370,13 +370,10 @@ void WakeUp::finish(std::span<const std::uint64_t> restored) {
   try {
     Driver& driver = pool_->driver();
     const Unlocked unlocked(lock);
-    for (SleepRun& run : runs_) {
+    for (const SleepRun& run : runs_) {
       if (!run.writable || run.access == Access::writable) continue;
       driver.remap(run.client->range().address(run.pages), run.handles, Access::writable,
                    run.handles, Access::copy_on_write);
-      run.writable = false;
-      writable_mapped_ -= run.handles.size();
-      shared_mapped_ += run.handles.size();
     }
   } catch (const UndoFailed&) {
     pool_->store().break_down(std::current_exception());
@@ -391,7 +388,6 @@ void WakeUp::finish(std::span<const std::uint64_t> restored) {
     client->explain_asleep(false);
   }
   release(held_);
-  writable_mapped_ = shared_mapped_ = 0;
 }
 
 void WakeUp::undo(PoolLock& lock) noexcept {
@@ -405,14 +401,13 @@ void WakeUp::undo(PoolLock& lock) noexcept {
   } catch (...) {
     return pool_->store().break_down(std::current_exception());
   }
-  writable_mapped_ = shared_mapped_ = 0;
   pool_->store().sleep(lock, pages_);
 }
 
 void WakeUp::give_up() noexcept {
   if (held_.empty()) return;
   PoolLock lock(pool_);
-  if (writable_mapped_ != 0 || shared_mapped_ != 0) undo(lock);
+  undo(lock);
   release(held_);
 }
 

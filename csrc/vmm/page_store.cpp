@@ -35,9 +35,13 @@ PageStore::PageStore(Driver& driver, const PoolOptions& options, Ledger* ledger,
       most_spare_(in_pages(options.spare)),
       placement_(make_placement(driver, spare_)) {}
 
-std::size_t PageStore::unused(std::size_t private_copies) const {
+std::size_t PageStore::left(std::size_t private_copies) const {
   const std::size_t taken = in_use() + under_way_ - std::min(private_copies, private_copies_);
-  const std::size_t own = sub_sat(budget(), taken);
+  return sub_sat(budget(), taken);
+}
+
+std::size_t PageStore::unused(std::size_t private_copies) const {
+  const std::size_t own = left(private_copies);
   if (ledger_ == nullptr) return own;
   return std::min(own, covered() + in_pages(ledger_->balance().room));
 }
@@ -129,7 +133,7 @@ void PageStore::break_down(const std::exception_ptr& cause) noexcept {
 }
 
 bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
-  pages = std::min(pages, sub_sat(budget(), in_use() + under_way_));
+  pages = std::min(pages, left());
   if (driver_.traits().adjacent_handles || spare_.size() >= pages) return false;
   if (!cover(pages)) return false;
   const std::size_t missing = pages - spare_.size();

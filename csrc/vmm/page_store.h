@@ -51,8 +51,10 @@ class PageStore {
   std::size_t under_way() const VT_LOCKED { return under_way_; }
   // In use, copied at writes as last counted, or promised.
   std::size_t in_use() const VT_LOCKED { return used_ + private_copies_ + promised_; }
-  // Pages that the budget leaves without taking any back. `private_copies`: private copies that are
-  // about to be replaced and do not count.
+  // Pages that the pool's own budget leaves. `private_copies`: those that are about to be replaced
+  // and do not count.
+  std::size_t left(std::size_t private_copies = 0) const VT_LOCKED;
+  // The same, and what the other pools of a shared budget leave.
   std::size_t unused(std::size_t private_copies = 0) const VT_LOCKED;
   // Pages for look-ahead: `unused`, less the device's reserve and what other pools ask for. Throws
   // as the driver.

@@ -14,10 +14,12 @@
 #include <utility>
 #include <vector>
 
+#include "arena/arena.h"
 #include "base/errors.h"
 #include "driver/cuda_abi.h"
 #include "driver/driver.h"
 #include "owner.h"
+#include "policy/make_room.h"
 #include "policy/page_pool.h"
 #include "simcuda/client.h"
 #include "tensor/buffer.h"
@@ -299,6 +301,54 @@ TEST_CASE("what is freed while a part of it is unmapped is kept for the next own
   CHECK(pool->counts().cached >= 2);
   CHECK(pool->counts().mapped == pool->counts().cached);
   pool->retire();
+  pool->wait_idle(kPatience);
+  let_go(control, pool);
+}
+
+// A preparation that finds memory evicts as much as it needs, and what it finds comes.
+TEST_CASE("pages on their way out count once as memory to come, and shared ones never") {
+  const FreshDevice control(kBytes);
+  std::shared_ptr<PagePool> pool = open_pool(16, {.cache = 16 * kBytes});
+  const Stream stream = control.make_stream(0);
+  const Caller caller{"test", stream, false};
+  const auto owner = [&](std::size_t capacity) {
+    const RowShape shape{1, kBytes, capacity, 0, false};
+    std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, caller);
+    buffer->grow(caller, {0, 4}, false);
+    return buffer;
+  };
+  const auto find = [&](std::size_t more) {
+    const PoolLock lock(pool);
+    return MakeRoom(*pool).begin(pool->store().unused() + more) == 0;
+  };
+  SUBCASE("some of a client that is cached") {
+    const std::shared_ptr<Arena> pieces = Arena::make(pool, 8 * kBytes, false, caller);
+    const Interval all{0, 8 * kBytes}, some{0, 6 * kBytes};
+    pieces->map(caller, {&all, 1});
+    control.hold(stream);
+    pieces->unmap(caller, {&all, 1});
+    CHECK(pieces->trim(caller, {&some, 1}) == 6);
+    owner(6)->abandon();
+    CHECK(pool->counts().cached == 2 + 4);
+    CHECK(find(6 + 2 + 1));
+    CHECK(pool->counts().cached == 0);
+    pieces->abandon();
+  }
+  SUBCASE("some of a fork") {
+    const std::shared_ptr<Buffer> parent = owner(8);
+    const std::vector<std::size_t> rows{0};
+    const std::shared_ptr<Buffer> fork =
+        Sharing(*parent, caller).share(parent->shape(), rows, false);
+    owner(6)->abandon();
+    control.hold(stream);
+    fork->use(caller);
+    fork->abandon();
+    CHECK(pool->counts().cached == 4);
+    CHECK(find(1));
+    CHECK(pool->counts().cached == 0);
+    parent->abandon();
+  }
+  control.release(stream);
   pool->wait_idle(kPatience);
   let_go(control, pool);
 }

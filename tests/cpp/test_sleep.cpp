@@ -616,6 +616,67 @@ TEST_CASE_TEMPLATE("what sleeps is not mapped ahead, and not leased", T, OnHost,
   one.pool->end(one.buffer->lease(kCaller));
 }
 
+TEST_CASE_TEMPLATE("parts of two sleeps stay apart where they meet in memory", T, OnHost,
+                   OnSimulation) {
+  One<T> one(1);
+  std::vector<std::shared_ptr<Buffer>> all;
+  std::pair<std::shared_ptr<Buffer>, std::shared_ptr<Buffer>> meet;
+  while (meet.first == nullptr && all.size() < kBudget / 2) {
+    all.push_back(
+        Buffer::create(one.pool, {.rows = 1, .item_bytes = kPage, .capacity = 1}, kCaller));
+    for (const auto& below : all) {
+      for (const auto& above : all) {
+        if (below->address_of(0, 0) + kPage == above->address_of(0, 0)) meet = {below, above};
+      }
+    }
+  }
+  CHECK(meet.first != nullptr);
+  if (meet.first != nullptr) {
+    FallAsleep falling(one.pool);
+    std::vector<std::uint64_t> numbers;
+    for (const auto& buffer : {meet.first, meet.second}) {
+      buffer->grow(kCaller, {0, 1}, true);
+      numbers.push_back(falling.next_number());
+      falling.add(buffer);
+    }
+    const auto sleeps = [](std::span<const SleepPart> parts) {
+      std::vector<std::uint64_t> each;
+      for (const SleepPart& part : parts) each.push_back(part.sleep);
+      return each;
+    };
+    falling.begin(kCaller);
+    CHECK(sleeps(falling.parts()) == numbers);
+    CHECK(falling.finish() == 2);
+    WakeUp waking(one.pool, kCaller, numbers);
+    CHECK(waking.parts().size() == 2);
+    waking.finish(numbers);
+  }
+  for (const auto& buffer : all) buffer->abandon();
+}
+
+TEST_CASE("what wakes is not unmapped under a copy that still runs") {
+  One<OnSimulation> one(3, {.patience = std::chrono::milliseconds(100)});
+  const SimcudaControl& control = OnSimulation::control();
+  one.sleep();
+  const std::size_t illegal = control.illegal_accesses();
+  std::thread end;
+  {
+    WakeUp waking(one.pool, kCaller, std::span(&one.number, 1));
+    const Stream stream = one.pool->driver().copy_stream();
+    control.hold(stream);
+    CHECK(control.launch(stream, waking.parts().front().at, 3 * kPage, 1) == 0);
+    CHECK_THROWS_AS(waking.finish(std::span(&one.number, 1)), TimedOut);
+    end = std::thread([&control, stream] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      control.release(stream);
+    });
+  }
+  end.join();
+  CHECK(control.illegal_accesses() == illegal);
+  CHECK_FALSE(one.pool->store().broken());
+  one.wake();
+}
+
 TEST_CASE("a page that sleeps has no private copy") {
   One<OnHost> one(4);
   const std::vector<std::size_t> rows{0};
