@@ -685,6 +685,15 @@ _default_pools: dict[torch.device, Pool] = {}
 _default_pools_lock = threading.RLock()  # reentrant: a finalizer may ask while a pool is being made
 
 
+def _renew_locks() -> None:
+    """A thread of the parent of this forked child may have had them."""
+    global _sets_lock, _default_pools_lock
+    _sets_lock, _default_pools_lock = threading.RLock(), threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
 def default_pool(device: torch.device | str | int = "cpu") -> Pool:
     """The pool that tensors made without ``pool=`` use; one for each device, made when first asked for, and
     anew when that is closed or broken.
@@ -697,7 +706,7 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
         device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
     if device.type == "cpu":
         device = torch.device("cpu")
-    _core.refuse_in_forked_child("default_pool")  # now: a thread of the parent may have had the lock
+    _core.refuse_in_forked_child("default_pool")
     with _default_pools_lock:
         pool = _default_pools.get(device)
         if pool is None or pool.closed or pool.broken is not None:

@@ -90,11 +90,9 @@ bool Range::is_first_report(std::uintptr_t at) noexcept {
 namespace {
 
 Ranges ranges;
-// At load: a fork while the first range registered them would leave a child that waits for that.
-int watch_forks() noexcept {
-  return pthread_atfork([] { ranges.lock(); }, [] { ranges.unlock(); }, [] { ranges.unlock(); });
-}
-[[maybe_unused]] const int watched = watch_forks();
+void lock_ranges() { ranges.lock(); }
+void unlock_ranges() { ranges.unlock(); }
+[[maybe_unused]] const int refused = pthread_atfork(lock_ranges, unlock_ranges, unlock_ranges);
 
 using Action = struct sigaction;
 

@@ -2,22 +2,22 @@
 
 #include <pthread.h>
 
-#include <mutex>
-
 #include "base/errors.h"
 #include "base/trace.h"
 
 namespace vtensor {
+namespace {
 
-void watch_forks() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork(nullptr, nullptr, [] {
-      ++fork_depth;
-      trace::on = false;
-    });
-  });
-}
+std::atomic<bool> watching{false};
+[[maybe_unused]] const int refused = pthread_atfork(nullptr, nullptr, []() noexcept {
+  if (!watching) return;
+  ++fork_depth;
+  trace::on = false;
+});
+
+}  // namespace
+
+void watch_forks() noexcept { watching = true; }
 
 void refuse_in_forked_child(const char* operation) {
   if (in_forked_child()) {

@@ -8,13 +8,17 @@
 namespace vtensor {
 
 // How many forks lie between this process and the first one that watched: what was made at another
-// count is another process's. Counted by the handler of `watch_forks`.
+// count is another process's.
 inline std::atomic<std::uint32_t> fork_depth{0};
 
 inline bool in_forked_child() noexcept { return fork_depth.load(std::memory_order_relaxed) != 0; }
 
-// Installs the handler that counts forks and ends the trace there. May be called again.
-void watch_forks();
+// From now on forks count, and end the trace in the child. A child that is forked before this has
+// nothing of its parent, and may make pools of its own.
+//
+// Handlers of fork(2) are registered at load. A fork while the first use of something registers its
+// handlers would leave a child that waits for that use.
+void watch_forks() noexcept;
 
 // Throws Error in a forked child, whose operations must not reach the parent's memory.
 void refuse_in_forked_child(const char* operation);

@@ -1,11 +1,9 @@
-#include "base/process.h"
 #include "bind/bindings.h"
 
 NB_MODULE(_core, module) {
   module.doc() = "The C++ half of vtensor; use the classes of the package `vtensor` instead.";
   // Tensors that live until the interpreter exits do not leak: the pool's exit handler closes them.
   nanobind::set_leak_warnings(false);
-  vtensor::watch_forks();
   vtensor::bind::bind_errors(module);
   vtensor::bind::bind_pool(module);
   vtensor::bind::bind_tensor(module);

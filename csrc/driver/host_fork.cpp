@@ -58,16 +58,13 @@ void resume_in_child() {
   resume();
 }
 
+const int refused = pthread_atfork(prepare, resume, resume_in_child);
+
 }  // namespace
 
 ForkedState::ForkedState() {
+  if (refused != 0) throw std::system_error(refused, std::generic_category(), "pthread_atfork");
   watch_forks();
-  static std::once_flag once;
-  std::call_once(once, [] {
-    if (const int error = pthread_atfork(prepare, resume, resume_in_child)) {
-      throw std::system_error(error, std::generic_category(), "pthread_atfork");
-    }
-  });
   const std::lock_guard lock(registry_mutex);
   registry().push_back(this);
 }

@@ -29,6 +29,8 @@ std::vector<SharedFile*>& registry() {
   static auto& files = *new std::vector<SharedFile*>;
   return files;
 }
+void lock_registry() { registry_mutex().lock(); }
+void unlock_registry() { registry_mutex().unlock(); }
 
 flock lock_of(short type, off_t first, off_t bytes) {
   flock lock{};
@@ -48,11 +50,6 @@ FileId id_of(int descriptor) {
 
 SharedFile::SharedFile() {
   watch_forks();
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork([] { registry_mutex().lock(); }, [] { registry_mutex().unlock(); },
-                   leave_in_child);
-  });
   const std::lock_guard no_fork(registry_mutex());
   registry().push_back(this);
 }
@@ -64,13 +61,16 @@ SharedFile::~SharedFile() {
   if (descriptor_ >= 0) close(descriptor_);
 }
 
+[[maybe_unused]] const int SharedFile::refused =
+    pthread_atfork(lock_registry, unlock_registry, leave_in_child);
+
 void SharedFile::leave_in_child() {
   for (SharedFile* file : registry()) {
     if (file->descriptor_ >= 0) close(file->descriptor_);
     file->descriptor_ = -1;
     file->at_ = nullptr;
   }
-  registry_mutex().unlock();
+  unlock_registry();
 }
 
 bool SharedFile::open(const std::string& path, int flags) {

@@ -60,6 +60,7 @@ class SharedFile {
 
  private:
   static void leave_in_child();
+  static const int refused;  // handlers of fork(2): 0, or an error
 
   int descriptor_ = -1;
   std::byte* at_ = nullptr;

@@ -474,6 +474,49 @@ def child():
     )
 
 
+def test_a_child_of_a_parent_without_pools_makes_its_own():
+    """As does the parent, whose own children then have no access."""
+    run_snippet(
+        """
+        import threading
+        from vtensor import pool as pools
+
+        def work():
+            t = vtensor.zeros(3, 4, grow_dim=0, capacity=9)
+            assert not t.extend(2).add_(1).eq(0).any() and t.length == 5
+            with vtensor.KVCache(1, 2, 8, max_batch=2, max_len=16) as cache:
+                cache.alloc()
+
+        def child(code):
+            if pid := os.fork():
+                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            try:
+                code()
+                os._exit(0)
+            except vtensor.VTensorError as error:
+                os._exit(3 if "clone() before the fork" in str(error) else 4)
+            except BaseException:
+                os._exit(5)
+
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold():
+            with pools._default_pools_lock, pools._sets_lock:  # as a thread does that makes the first pool
+                held.set()
+                go_on.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        assert child(work) == 0
+        go_on.set()
+        thread.join()
+        work()
+        assert child(work) == 3
+        """
+    ).check()
+
+
 def test_the_memfd_is_not_inherited_by_exec():
     run_snippet(
         """

@@ -102,6 +102,8 @@ def refuse_in_forked_child(
 
 def _leave_to_parent() -> None:
     """Has every torch operation on a VTensor raise, in a process that was just forked (I13)."""
+    if not _core.in_forked_child():
+        return  # the parent has made nothing yet
     for tensor_class in (VTensor, CopyOnWriteVTensor, AsleepVTensor, ClosedVTensor):
         setattr(tensor_class, "__torch_function__", classmethod(refuse_in_forked_child))  # noqa: B010
 
