@@ -6,7 +6,6 @@ in place: a page that is reused too early shows.
 
 from __future__ import annotations
 
-import os
 import random
 from contextlib import suppress
 
@@ -15,7 +14,7 @@ import torch
 
 import vtensor
 from reader_process import ReaderProcess, checksum, named_memory
-from support import eventually, memfds, open_pool
+from support import SOAK, eventually, memfds, open_pool
 
 PAGE = 4096
 ROWS, ITEM, CAPACITY = 2, 128, 400  # 512 bytes a position, 8 positions a page
@@ -194,9 +193,6 @@ class World:
 
 
 SLOW = [pytest.mark.slow, pytest.mark.alone, pytest.mark.seconds(1200)]
-SOAK = pytest.mark.skipif(
-    os.environ.get("VTENSOR_HYPOTHESIS") != "soak", reason="takes minutes: VTENSOR_HYPOTHESIS=soak"
-)
 
 
 @pytest.mark.parametrize(
