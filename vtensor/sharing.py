@@ -42,10 +42,9 @@ from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
 from vtensor.pool import Heap, open_pools
-from vtensor.tensor import TensorCore, VTensor
+from vtensor.tensor import PageRecord, TensorCore, VTensor
 
 ReaderCore = _core.ReaderCore
-PageRecord = _core.PageRecord
 
 # What a reader refuses, by what to do instead. The harmless methods write nothing, although they end in "_".
 _HARMLESS = {"requires_grad_", "detach_", "share_memory_", "resize_", "resize_as_", "set_"}
@@ -73,7 +72,8 @@ class _View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, number: int, base: int) -> _View:
-        return cls(number, tensor.data_ptr() - base, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        offset = max(0, tensor.data_ptr() - base)
+        return cls(number, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def over(self, core: ReaderCore, storages: list[torch.UntypedStorage]) -> torch.Tensor:
         """The tensor, over the ranges as they were received.
@@ -276,10 +276,8 @@ del _instead, _names, _name
 
 # -- handing over
 
-
 # A simulated libcuda to read over, for tests; empty: the system's.
 cuda_library = ""
-
 
 _Sent = list[Any]  # descriptors of the pool's memory, and of each range, by multiprocessing's own means
 
@@ -406,11 +404,11 @@ class CacheReader(ObjectReader):
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K and V of a layer, as ``cache[layer]`` is in the writer: ``[slots, heads, max_len, dim]``."""
         self._require_open()
-        layers = sum(side == "k" for _, side in self._tensors)
-        if not -layers <= layer < layers:  # it ends a loop over the layers
-            raise IndexError(f"[CacheReader] layer {layer}: the cache has layers 0 to {layers - 1}")
-        layer %= layers
-        return self._tensors[layer, "k"], self._tensors.get((layer, "v"))
+        layers = [(k, self._tensors.get((n, "v"))) for (n, side), k in self._tensors.items() if side == "k"]
+        try:
+            return layers[layer]
+        except IndexError:  # it ends a loop over the layers
+            raise IndexError(f"[CacheReader] layer {layer}: it has layers 0 to {len(layers) - 1}") from None
 
 
 class SharedModule(StaysHere):
@@ -475,13 +473,13 @@ def _reduce_module(shared: SharedModule) -> Any:
     module = shared._module
     moved = set(map(id, chain(module.parameters(), module.buffers())))  # not what get_extra_state() makes
     saved = module.state_dict(keep_vars=True).items()
-    tensors = {name: value for name, value in saved if id(value) in moved and value.numel()}
-    addresses = [tensor.data_ptr() for tensor in tensors.values()]
+    tensors = {name: value for name, value in saved if id(value) in moved}
+    addresses = [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
     arenas, files = heap_of(module).core.open_for_readers(addresses)
     sent = _send(files)
     views = {}
     for name, tensor in tensors.items():
-        at = tensor.data_ptr()
+        at = tensor.data_ptr() or arenas[0][0]  # one without elements lies nowhere
         found = [(i, base) for i, (base, nbytes) in enumerate(arenas) if base <= at < base + nbytes]
         if not found:
             raise InvalidArgument(

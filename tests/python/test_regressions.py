@@ -288,10 +288,11 @@ def test_a_forked_child_gets_no_plain_tensor_of_its_parents_reader():
 
 
 class Rotary(torch.nn.Linear):
-    """A module with a buffer that state dicts leave out, as rotary embeddings have one."""
+    """With a buffer that state dicts leave out, as rotary embeddings have one, and an empty parameter."""
 
     def __init__(self, **options) -> None:
         super().__init__(4, 4, **options)
+        self.absent = torch.nn.Parameter(torch.ones(0, 4, **options))
         self.register_buffer("frequencies", torch.ones(4), persistent=False)
 
 
@@ -333,7 +334,7 @@ def test_a_reader_of_a_cache_is_indexed_as_the_cache_is():
     pool = vtensor.Pool("cpu", page_size=4096, shareable=True)
     with vtensor.KVCache(3, 1, 4, 2, 16, pool=pool) as cache, received(cache) as reader:
         assert len(list(reader)) == len(list(cache)) == 3
-        assert reader[-1][0] is reader[2][0]
+        assert reader[-1][0] is reader[2][0] and reader[1:] == [reader[1], reader[2]]
         with pytest.raises(IndexError, match="layers 0 to 2"):
             reader[3]
     pool.close()
