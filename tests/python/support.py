@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 
 import vtensor
@@ -26,9 +25,8 @@ HERE = Path(__file__).resolve().parent
 DEFAULT_POOLS = os.environ.get("VTENSOR_POOLS") == "default"
 # More cases of each kind, as `make check` has it.
 THOROUGH = os.environ.get("VTENSOR_TESTS") == "thorough"
-SOAK = pytest.mark.skipif(
-    os.environ.get("VTENSOR_HYPOTHESIS") != "soak", reason="takes minutes: VTENSOR_HYPOTHESIS=soak"
-)
+# What takes minutes.
+SOAK = os.environ.get("VTENSOR_HYPOTHESIS") == "soak"
 ROOT = HERE.parent.parent
 
 # "[operation] what was asked, what there is: what to do"

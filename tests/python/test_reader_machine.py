@@ -192,11 +192,12 @@ class World:
         self.pool.close()
 
 
+LONG = pytest.mark.skipif(not SOAK, reason="takes minutes: VTENSOR_HYPOTHESIS=soak")
 SLOW = [pytest.mark.slow, pytest.mark.alone, pytest.mark.seconds(1200)]
 
 
 @pytest.mark.parametrize(
-    "operations", [4_000, pytest.param(100_000, marks=SLOW), pytest.param(1_000_000, marks=[*SLOW, SOAK])]
+    "operations", [4_000, pytest.param(100_000, marks=SLOW), pytest.param(1_000_000, marks=[*SLOW, LONG])]
 )
 def test_readers_see_the_writer(kind, operations):
     files, shm = memfds(), named_memory()
