@@ -381,6 +381,15 @@ def test_the_picture_shows_what_users_feel(tmp_path):
     assert "<!-- whole -->" in texts
 
 
+@pytest.mark.parametrize("name", ["none/replay.png", "replay.foo"])
+def test_a_picture_that_cannot_be_written_costs_no_figures(tmp_path, capsys, name):
+    pytest.importorskip("matplotlib")
+    assert run_here(few_rows(tmp_path), "--policy", "ideal", "--plot", tmp_path / name) == 1
+    shown = capsys.readouterr()
+    assert "tokens/s" in shown.out
+    assert f"error: [replay] {tmp_path / name} cannot be drawn" in shown.err
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(capsys, monkeypatch, terminal):
     """After a second; on a terminal over itself, and gone at the end."""

@@ -71,9 +71,9 @@ def _run(arguments: argparse.Namespace) -> None:
                 for name in dict.fromkeys(arguments.allocator or MODELS)
             ]
             comparisons.append(Comparison(Path(path).name, trace, needs))
-    if arguments.plot:
-        picture(comparisons, arguments.plot)
     if arguments.json:
         print(to_json(comparisons))
     else:
         print("\n\n".join(map(table, comparisons)))
+    if arguments.plot:  # last: without a picture the figures stay
+        picture(comparisons, arguments.plot)

@@ -147,13 +147,13 @@ def _run(arguments: argparse.Namespace) -> None:
                 )
             )
     settings = _settings(arguments, server, rows)
-    if arguments.plot:
-        picture(results, arguments.plot, title=_headline(arguments, server, rows))
     if arguments.json:
         print(to_json(settings, results))
     else:
         print(_headline(arguments, server, rows))
         print(table(results))
+    if arguments.plot:  # last: without a picture the figures stay
+        picture(results, arguments.plot, title=_headline(arguments, server, rows))
 
 
 def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:

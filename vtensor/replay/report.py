@@ -68,7 +68,7 @@ def picture(results: Sequence[Result], path: str | os.PathLike[str], title: str)
     promises of both. The file's suffix selects the format.
 
     Raises:
-        VTensorError: if matplotlib is missing.
+        VTensorError: if matplotlib is missing, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -99,4 +99,7 @@ def picture(results: Sequence[Result], path: str | os.PathLike[str], title: str)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontweight="bold")
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise VTensorError(f"[replay] {path} cannot be drawn: {error}") from error
