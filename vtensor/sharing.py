@@ -37,7 +37,7 @@ from vtensor._base.processes import Closes, StaysHere, keep_private
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
-from vtensor._torch.variants import AsleepVTensor, CopyOnWriteVTensor, refuse_in_forked_child
+from vtensor._torch.variants import AsleepVTensor, CopyOnWriteVTensor, name_of, refuse_in_forked_child
 from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
@@ -253,8 +253,7 @@ class _ClosedReader(Reader):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        name = getattr(func, "__name__", str(func))
-        raise Closed(f"[{name}] the reader is closed: receive the tensor again")
+        raise Closed(f"[{name_of(func)}] the reader is closed: receive the tensor again")
 
 
 def _refuse(name: str, instead: str) -> Any:
@@ -402,7 +401,7 @@ class CacheReader(ObjectReader):
         return self._core.words
 
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """K and V of a layer, as ``cache[layer]`` is in the writer: ``[slots, heads, max_len, dim]``."""
+        """K and V of a layer, in the shape that ``cache[layer]`` has in the writer; V is None without V."""
         self._require_open()
         layers = [(k, self._tensors.get((n, "v"))) for (n, side), k in self._tensors.items() if side == "k"]
         try:

@@ -533,7 +533,11 @@ def from_tensor(
         InvalidArgument: as for :func:`empty`, or if ``x`` requires grad outside ``no_grad``.
         CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
-    of_type("from_tensor", "x", x, torch.Tensor)
+    if of_type("from_tensor", "x", x, torch.Tensor).is_nested:
+        raise InvalidArgument(
+            "[from_tensor] x is nested, and all rows of a VTensor have one length: give "
+            "x.to_padded_tensor(0.0), or use a vtensor.KVCache"
+        )
     dim = _checked_dim(x.shape, grow_dim)
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]
     device = None if pool is not None else x.device

@@ -21,7 +21,8 @@ constexpr std::uint64_t kHeld = std::numeric_limits<std::uint64_t>::max();
 Blocks::Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes)
     : parts_(std::move(parts)) {
   if (count == 0 || parts_.empty())
-    throw InvalidArgument("[Blocks] there must be at least one block, of at least one part");
+    throw InvalidArgument("[Blocks] ", count, " blocks of ", parts_.size(),
+                          " parts: give at least one block, of at least one part");
   for (const Part& part : parts_) {
     const std::optional<std::size_t> last = checked_multiply(count - 1, part.stride);
     if (part.size != 0 && last && *last <= bytes && part.offset <= bytes - *last &&
@@ -30,7 +31,8 @@ Blocks::Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes)
     }
     throw InvalidArgument("[Blocks] a part of ", part.size, " bytes at ", part.offset,
                           ", and every ", part.stride, " bytes for ", count,
-                          " blocks, is not in the arena, which has ", bytes);
+                          " blocks, is not in the arena, which has ", bytes,
+                          ": give parts of at least one byte that end in it");
   }
   states_.resize(count);
   seen_.resize(count);

@@ -137,7 +137,7 @@ class ArenaCore {
                " ends: give (first byte, byte after the last)");
       if (ends[0] < 0 || ends[0] > ends[1] || ends[1] > bytes)
         refuse(operation, "bytes ", ends[0], " to ", ends[1], " are not in the arena, which has ",
-               bytes);
+               bytes, ": give (first byte, byte after the last) of it");
       return Interval{static_cast<std::size_t>(ends[0]), static_cast<std::size_t>(ends[1])};
     });
   }
@@ -207,7 +207,7 @@ class BlocksCore {
   std::vector<std::size_t> read(const char* operation, nb::handle numbers) const {
     auto all = each(operation, "numbers", numbers, [&](nb::handle given) {
       const std::int64_t number = integer(operation, "numbers", given);
-      if (number < 0) refuse(operation, "there is no block ", number);
+      if (number < 0) refuse(operation, "there is no block ", number, ": blocks are numbered from 0");
       return static_cast<std::size_t>(number);
     });
     blocks_->require(operation, all);

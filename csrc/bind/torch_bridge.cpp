@@ -84,6 +84,7 @@ bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
     return true;
   }
   if (!nb::getattr(tensor, "layout").is(torch_.attr("strided"))) return false;
+  if (is_true(tensor.attr("is_nested"))) return false;
   nb::object device = tensor.attr("device"), index = device.attr("index");
   const auto type = nb::cast<std::string_view>(device.attr("type"));
   facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));

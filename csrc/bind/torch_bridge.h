@@ -65,7 +65,7 @@ class TorchBridge {
   // Reads a tensor by DLPack's C exchange API. The result is valid until the tensor changes. False
   // if `object` is no tensor, or one that DLPack cannot describe.
   bool borrow(nb::handle object, dlpack::Tensor& seen);
-  // False if `tensor` is not strided. Ignores conjugate and negative bits.
+  // False if `tensor` is not strided, or nested. Ignores conjugate and negative bits.
   bool read(nb::handle tensor, TensorFacts& facts);
 
   // A storage over `generation`, whose end ends the generation. `address` and `bytes` are the

@@ -400,7 +400,8 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
     length = std::max(length, lengths_->length(slot, band));
   if (positions.begin > positions.end || positions.end > length) {
     throw InvalidArgument("[", caller.operation, "] positions ", positions.begin, " to ",
-                          positions.end, " of slot ", slot, ", which has ", length, " tokens");
+                          positions.end, " of slot ", slot, ", which has ", length,
+                          " tokens: give start <= stop <= that");
   }
   await_arrival(caller, slot);
   protect(caller, slot, positions.begin);

@@ -29,6 +29,14 @@ _NO_ELEMENT = frozenset(
 )
 
 
+def name_of(func: Any) -> str:
+    """The name of one of torch's functions as its caller knows it: ``shape``, not the ``__get__`` of it."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
 class CopyOnWriteVTensor(VTensor):
     """A VTensor with shared pages that are mapped read-only (CUDA): unshares them before torch writes
     (I6)."""
@@ -82,8 +90,9 @@ class ClosedVTensor(VTensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
-        name = getattr(func, "__name__", str(func))
-        raise Closed(f"[{name}] the VTensor is closed: make a new one, or keep an alias() before closing")
+        raise Closed(
+            f"[{name_of(func)}] the VTensor is closed: make a new one, or keep an alias() before closing"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise Closed("[copy.deepcopy] the VTensor is closed")
@@ -97,7 +106,7 @@ def refuse_in_forked_child(
     kwargs: dict[str, Any] | None = None,
 ) -> None:
     """``__torch_function__`` of what a forked child has of its parent."""
-    _core.refuse_in_forked_child(getattr(func, "__name__", str(func)))
+    _core.refuse_in_forked_child(name_of(func))
 
 
 def _leave_to_parent() -> None:
