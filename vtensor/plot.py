@@ -495,7 +495,7 @@ def _events(operation: str, given: Trace) -> Sequence[trace.Event]:
     else:
         raise InvalidArgument(
             f"[plot.{operation}] got a {type(given).__name__}: give a vtensor.trace.Recording, its events(), "
-            "or a file that its export() wrote"
+            f"or a file that its export() wrote{', or a Pool' if operation == 'memory' else ''}"
         )
     if not events:
         raise InvalidArgument(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vtensor import _core
+from vtensor._base.arguments import of_type
 from vtensor.errors import InvalidArgument
 from vtensor.tensor import VTensor
 
@@ -36,7 +37,11 @@ def reindex(
         raise InvalidArgument(
             f"[together.reindex] {len(tensors)} tensors and {len(indices)} indices: give one for each"
         )
-    _core.reindex([tensor._core for tensor in tensors], tensors, indices, list(states))
+    try:
+        cores = [tensor._core for tensor in tensors]
+    except AttributeError:
+        raise InvalidArgument("[together.reindex] one of the tensors is no VTensor: give VTensors") from None
+    _core.reindex(cores, tensors, indices, list(states))
 
 
 def reserve(tensor: VTensor, capacity: int) -> None:
@@ -49,4 +54,4 @@ def reserve(tensor: VTensor, capacity: int) -> None:
         CapacityExceeded: if ``capacity`` is below the length, or exceeds the address space.
         OutOfPages, DriverError: as for ``VTensor.reallocate``. Nothing was changed.
     """
-    tensor._core.reserve(tensor, capacity)
+    of_type("together.reserve", "tensor", tensor, VTensor)._core.reserve(tensor, capacity)

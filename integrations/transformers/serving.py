@@ -58,6 +58,11 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
     """
 
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
+        if not isinstance(cache, KVCache):
+            raise InvalidArgument(
+                f"[ServedModel] cache is a {type(cache).__name__}: give ServedModel(model, cache) a cache "
+                "that serving_cache(model, ...) made"
+            )
         config = model.config.get_text_config(decoder=True)
         self.model, self.cache = model, cache
         self._own_name: str = config._attn_implementation

@@ -416,7 +416,7 @@ def test_files_without_a_descriptor_are_refused() -> None:
     closed.close()
     with open("/dev/null") as read_only:
         for file in (io.StringIO(), closed, "stderr", -1, 1.5, read_only, read_only.fileno(), 2**31 - 1):
-            with pytest.raises(vtensor.InvalidArgument, match=r"^\[explain_faults\] file is "):
+            with pytest.raises(vtensor.InvalidArgument, match=r"^\[explain_faults\] file is .*: (give|open)"):
                 vtensor.explain_faults(file=file)
 
 

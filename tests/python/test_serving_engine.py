@@ -167,6 +167,8 @@ def test_what_is_not_served():
             ):
                 Engine(Scheduler(cache), served).run([Request(0, [1, 2], 2)])
         with serving_cache(model, 2, MAX_LEN, pool=pool) as cache:
+            with pytest.raises(InvalidArgument, match="cache is a LlamaForCausalLM: give"):
+                ServedModel(cache, model)
             kind, config, changes = MODELS["Llama 4"]
             with pytest.raises(InvalidArgument, match="chunked_attention"):
                 ServedModel(kind(config(**SIZES | changes)), cache)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import operator
 import os
 from typing import Protocol
 
 from vtensor import _core
-from vtensor._base.arguments import integer
 from vtensor.errors import InvalidArgument
 
 __all__ = ["explain_faults"]
@@ -55,7 +55,13 @@ def explain_faults(on: bool = True, *, file: _File | int | None = None) -> None:
 
 def _descriptor(file: _File | int) -> int:
     if not hasattr(file, "fileno"):
-        number = integer("explain_faults", "file", file)
+        try:
+            number = operator.index(file)
+        except TypeError:
+            raise InvalidArgument(
+                f"[explain_faults] file is a {type(file).__name__}: give a file that is open for writing, or "
+                "its descriptor"
+            ) from None
     else:
         try:
             number = file.fileno()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vtensor._base.arguments import of_type
 from vtensor._base.terminal import Progress
 from vtensor.errors import InvalidArgument
 from vtensor.serving._commit import commit
@@ -59,7 +60,7 @@ class Engine:
         forward: abc.Callable[[Plan], torch.Tensor],
         choose: abc.Callable[[torch.Tensor, TokenSequence], int] = greedy,
     ) -> None:
-        self.scheduler = scheduler
+        self.scheduler = of_type("Engine", "scheduler", scheduler, Scheduler)
         self.forward = forward
         self.choose = choose
         self._plan: Plan | None = None  # the last plan, until its completions are in _ended

@@ -63,6 +63,11 @@ class Scheduler:
         promises: Promises | None = None,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
+        if not hasattr(cache, "max_batch"):
+            raise InvalidArgument(
+                f"[Scheduler] cache is a {type(cache).__name__}: give a vtensor.KVCache, or an object with "
+                "its calls"
+            )
         token_budget = integer("Scheduler", "token_budget", token_budget)
         if token_budget < cache.max_batch:
             raise InvalidArgument(
