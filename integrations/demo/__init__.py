@@ -53,7 +53,6 @@ def _run(options: argparse.Namespace) -> int:
     runs = measure.make_runs(model, settings, pool)
     rows = measure.measure(runs, prompt, settings)
     checked = measure.check(runs, settings)
-    save_picture(options.picture, runs, rows, settings)
     failure = checked.failure()
     if options.json:
         figures = {
@@ -68,6 +67,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"\n{table(rows)}\n")
         if not failure:
             print(notes(settings, rows, checked))
+    save_picture(options.picture, runs, rows, settings)  # last: without a picture the figures stay
+    if not options.json:
         print(f"Picture: {options.picture}. All of it took {time.perf_counter() - start:.0f} s.")
     if failure:
         print(f"error: {failure}", file=sys.stderr)

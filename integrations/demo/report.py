@@ -7,6 +7,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.figure import Figure
+
+from vtensor import VTensorError
+
 from ..transformers import VTensorLayer
 from .measure import LIMIT, OURS, CacheRun, Check, Row, Settings
 
@@ -62,9 +66,11 @@ def notes(settings: Settings, rows: list[Row], checked: Check) -> str:
 
 
 def save_picture(path: Path, runs: list[CacheRun], rows: list[Row], settings: Settings) -> None:
-    """Draws the page map and the memory over time. The file is written at the end, in one call."""
-    from matplotlib.figure import Figure
+    """Draws the page map and the memory over time. The file is written at the end, in one call.
 
+    Raises:
+        VTensorError: if the file cannot be written.
+    """
     (ours,) = (run for run in runs if run.name == OURS)
     figure = Figure(figsize=(12, 8), layout="constrained", facecolor="white")
     axes = figure.subplot_mosaic([["pages", "pages"], ["memory", "generation"]], height_ratios=[1.25, 1])
@@ -80,8 +86,11 @@ def save_picture(path: Path, runs: list[CacheRun], rows: list[Row], settings: Se
         panel.spines[["top", "right"]].set_visible(False)
     image = BytesIO()
     figure.savefig(image, format="png", dpi=110)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(image.getvalue())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image.getvalue())
+    except OSError as error:
+        raise VTensorError(f"[demo] no picture ({error}): name another file with --picture") from error
 
 
 def _draw_pages(axes: Axes, ours: CacheRun, settings: Settings) -> None:

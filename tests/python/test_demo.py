@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from vtensor.integrations.demo import measure, model
+from vtensor.integrations.demo import measure, model, report
 from vtensor.integrations.transformers import VTensorCache
 
 import vtensor
@@ -68,6 +69,15 @@ def test_quick_demo_reports_and_draws(tmp_path: Path) -> None:
     assert picture.startswith(b"\x89PNG")
     assert struct.unpack(">II", picture[16:24]) > (1000, 600)
     assert "generating" in result.stderr  # progress
+
+
+def test_a_picture_that_cannot_be_written(monkeypatch) -> None:
+    """As in a folder without permission, where the figures are printed all the same."""
+    for part in ("_draw_pages", "_draw_memory", "_draw_memory_of_generation"):
+        monkeypatch.setattr(report, part, lambda *arguments: None)
+    runs, rows = [SimpleNamespace(name=measure.OURS)], [{"kv_needed": 1}]
+    with pytest.raises(vtensor.VTensorError, match=r"^\[demo\] no picture \(.*\): name another file"):
+        report.save_picture(Path("/proc/pages.png"), runs, rows, measure.QUICK)
 
 
 @pytest.mark.slow
