@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import time
 import traceback
@@ -79,6 +80,9 @@ def main(arguments: list[str] | None = None, prog: str = "python -m benchmarks")
     settings = Settings(options.quick, options.device)
     names = options.only or BENCHMARKS
     files = files_of(options)
+    for path in files:
+        if not os.access(path.parent, os.W_OK):  # now, not after the first benchmark
+            parser.error(f"{path} cannot be written: name a file in a folder that can be")
     on = machine.describe(settings.device)
     outcomes: list[report.Outcome] = []
     for at, name in enumerate(names, 1):

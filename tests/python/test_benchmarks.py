@@ -158,6 +158,16 @@ def test_results_are_saved_where_asked_and_never_those_of_a_quick_run(monkeypatc
     assert table.read_text() in capsys.readouterr().out
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    ran = []
+    fake_benchmark(monkeypatch, ran.append)
+    for option in ("--json", "--table"):
+        with pytest.raises(SystemExit) as refused:
+            __main__.main(["--only", "extend", option, str(tmp_path / "none" / "file")])
+        assert refused.value.code == 2 and not ran
+        assert "cannot be written: name a file in a folder" in capsys.readouterr().err
+
+
 def test_results_are_there_after_each_benchmark(monkeypatch, tmp_path, capsys):
     as_json, table = tmp_path / "figures.json", tmp_path / "figures.txt"
     seen = []
