@@ -98,8 +98,8 @@ def adopt(
     stay; if the pool is on another device, a gradient moves too. Other views of the old storages keep these
     and their memory.
 
-    Whole or nothing: an exception, even Ctrl-C, leaves all as it was. That needs the old and the new memory
-    at the same time. If it takes over a second, stderr shows the progress.
+    Whole or nothing: an exception, even Ctrl-C, leaves all as it was. The move needs the old and the new
+    memory at the same time. If it takes over a second, stderr shows the progress.
 
     Args:
         what: a module: its parameters and buffers; an optimizer: its state, which most make at their first
