@@ -189,9 +189,9 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
   Reservation::Arrival arrival;
   std::size_t count = 0;
   do {
-    raise_if_asleep();
+    raise_if_asleep(caller.operation);
     await_turn(lock, caller);
-    raise_if_asleep();
+    raise_if_asleep(caller.operation);
     arrival.runs = missing(pages);
     count = 0;
     for (const Reservation::Run& run : arrival.runs) count += run.indices.size();
@@ -213,7 +213,7 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
 // During a capture of the caller's stream.
 void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const Interval> pages) {
   for (int asked = 0;;) {
-    raise_if_asleep();
+    raise_if_asleep(caller.operation);
     await_turn(lock, caller);
     const std::vector<Reservation::Run> runs = missing(pages);
     if (runs.empty() && is_quiet()) return;

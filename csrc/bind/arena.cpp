@@ -52,7 +52,7 @@ class ArenaCore {
   template <typename Body>
   auto run_with_memory(const char* name, const Body& body) {
     const SoleOperation operation(mutex_, arena_, name);
-    arena_->raise_error();
+    arena_->raise_error(name);
     return operation.with_memory([&] { return body(*arena_, operation.caller()); });
   }
 
@@ -68,8 +68,8 @@ class ArenaCore {
   }
   void prepare(nb::handle intervals) {
     const std::vector<Interval> all = read("Arena.prepare", intervals);
-    run("Arena.prepare", {}, [&](Arena& arena, const Caller&) {
-      arena.raise_error();
+    run("Arena.prepare", {}, [&](Arena& arena, const Caller& caller) {
+      arena.raise_error(caller.operation);
       arena.prepare(all);
     });
   }
@@ -171,7 +171,7 @@ class BlocksCore {
   void prepare(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.prepare", numbers);
     core_.run("Blocks.prepare", {}, [&](Arena& arena, const Caller& caller) {
-      arena.raise_error();
+      arena.raise_error(caller.operation);
       arena.prepare(blocks_->bytes_of(all));
     });
   }
@@ -207,7 +207,8 @@ class BlocksCore {
   std::vector<std::size_t> read(const char* operation, nb::handle numbers) const {
     auto all = each(operation, "numbers", numbers, [&](nb::handle given) {
       const std::int64_t number = integer(operation, "numbers", given);
-      if (number < 0) refuse(operation, "there is no block ", number, ": blocks are numbered from 0");
+      if (number < 0)
+        refuse(operation, "there is no block ", number, ": blocks are numbered from 0");
       return static_cast<std::size_t>(number);
     });
     blocks_->require(operation, all);

@@ -208,7 +208,7 @@ class CacheCore {
   nb::object storage(std::size_t group, nb::object cache) {
     const SoleOperation operation(mutex_, cache_, "KVCache");
     const std::shared_ptr<Buffer>& range = cache_->buffers().range(group);
-    range->raise_if_asleep();
+    range->raise_if_asleep("KVCache");
     Generation* const generation = without_gil([&] { return range->publish(); });
     nb::object storage =
         TorchBridge::get().storage_over(generation, range->range().base(), range->range().bytes());
@@ -335,7 +335,7 @@ class CacheCore {
    public:
     Operation(CacheCore& core, const char* name, std::optional<Stream> stream = {})
         : SoleOperation(core.mutex_, core.cache_, name, stream), cache_(*core.cache_) {
-      cache_.buffers().range(0)->raise_error();  // this buffer is asleep if the slots are
+      cache_.buffers().range(0)->raise_error(name);  // this buffer is asleep if the slots are
     }
     // Readers in other processes see whole steps.
     ~Operation() { cache_.show_lengths(); }

@@ -63,7 +63,7 @@ class TensorCore::Operation : public SoleOperation {
   Operation(TensorCore& core, const char* name, nb::handle self = {},
             std::optional<Stream> stream = {})
       : SoleOperation(core.mutex_, core.buffer_, name, stream), core_(core) {
-    core.buffer_->raise_error();
+    core.buffer_->raise_error(name);
     if (!self.is_valid()) return;
     undressed_.emplace(core, self);
     if (core.torch_.is_set(self, *core.buffer_, core.positions_)) return;
@@ -343,9 +343,10 @@ void TensorCore::append(nb::handle self, nb::handle source) {
   if (!torch.is_tensor(source)) refuse(name, "need a torch.Tensor: torch.as_tensor(x) makes one");
   TensorFacts& from = source_;
   if (!torch.read(source, from))
-    refuse(name,
-           "the source is not strided: make it dense, with x.to_dense(), or x.to_padded_tensor(0.0) "
-           "if it is nested");
+    refuse(
+        name,
+        "the source is not strided: make it dense, with x.to_dense(), or x.to_padded_tensor(0.0) "
+        "if it is nested");
   // Asking torch for an attribute costs as much as reading all the facts.
   if (!from.has_dtype_of(torch_.facts())) {
     if (nb::object dtype = nb::getattr(source, "dtype"); !dtype.is(spec_.dtype))

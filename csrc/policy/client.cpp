@@ -74,7 +74,7 @@ void Client::use(const Caller& caller) {
 void Client::share(const char* operation, std::size_t words) {
   const PoolLock lock(pool_);
   if (range_.shared()) return;
-  raise_if_asleep();
+  raise_if_asleep(operation);
   range_.show_in(pool_->shared().add(operation, range_.base(), range_.bytes() / range_.page_size(),
                                      words, backed_));
 }
@@ -210,10 +210,9 @@ std::exception_ptr Client::take_error() {
   return std::exchange(error_, nullptr);
 }
 
-void Client::raise_if_asleep() const {
+void Client::raise_if_asleep(const char* operation) const {
   if (asleep.load(std::memory_order_acquire) == 0) return;  // pairs with the release of waking
-  throw Asleep("[vtensor] the ", words_.noun,
-               " is asleep, without memory: call wake() of its pool first");
+  throw Asleep("[", operation, "] its memory is asleep: call wake() of its pool first");
 }
 
 void Client::require_no_capture(const Caller& caller) const {
@@ -225,9 +224,9 @@ void Client::require_no_capture(const Caller& caller) const {
               words_.capture_advice);
 }
 
-void Client::raise_error() {
+void Client::raise_error(const char* operation) {
   pool_->store().raise_if_broken();
-  raise_if_asleep();
+  raise_if_asleep(operation);
   if (!failed_.load(std::memory_order_relaxed)) return;
   const PoolLock lock(pool_, std::try_to_lock);
   if (!lock) return;  // the next operation raises it

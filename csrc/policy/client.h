@@ -50,8 +50,8 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Throws if its pool is broken, Asleep if the client sleeps, and, once, what the driver refused
   // the mapper for it (I10).
-  void raise_error();
-  void raise_if_asleep() const;
+  void raise_error(const char* operation);
+  void raise_if_asleep(const char* operation) const;
   // Work in the caller's stream uses the pages: they are unmapped only after that work.
   void use(const Caller& caller);
   void note(const Caller& caller) VT_LOCKED { work_.note(caller); }

@@ -347,7 +347,7 @@ Generation* Buffer::lease(const Caller& caller) {
   try {
     // By another thread, meanwhile.
     if (!owned_) throw Closed("[lease] a tensor is closed: make a new one");
-    raise_if_asleep();
+    raise_if_asleep(caller.operation);
     if (driver_.traits().asynchronous) work_.begin_lease(caller);
   } catch (...) {
     pool_->end_locked(generation);

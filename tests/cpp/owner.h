@@ -22,7 +22,7 @@ class Owner {
 
   // By `n` positions, or to the capacity. Returns the new ones.
   Interval grow(std::size_t n, bool populate) {
-    buffer_->raise_error();
+    buffer_->raise_error(caller_.operation);
     const Interval after{positions_.begin, std::min(shape_.capacity, positions_.end + n)};
     if (!buffer_->grow_within(caller_, after)) buffer_->grow(caller_, after, populate);
     const Interval added{positions_.end, after.end};

@@ -43,7 +43,7 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   void step(std::mt19937& random) {
-    arena_->raise_error();
+    arena_->raise_error(kCaller.operation);
     const std::vector<Interval> some = draw(random);
     switch (random() % 8) {
       case 0:

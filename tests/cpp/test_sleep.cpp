@@ -205,7 +205,7 @@ Outcome drive(Stage& stage, const std::atomic<bool>& done, Stream stream, unsign
       }
       if (random() % 10 == 0) end_views(random() % 3);
       const std::lock_guard lock(subject->operation);
-      subject->client()->raise_error();
+      subject->client()->raise_error(caller.operation);
       subject->check();
       switch (random() % 6) {
         case 0:
