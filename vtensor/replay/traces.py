@@ -109,7 +109,10 @@ def _azure(path: Path) -> Iterator[Row]:
         lines = _lines(path, file)
         _, header = next(lines, (1, []))
         if header != _AZURE_COLUMNS:
-            raise _malformed(path, 1, f"the columns are {brief(header)}, not {_AZURE_COLUMNS}")
+            raise InvalidArgument(
+                f"[replay] {path} line 1: the columns are {brief(header)}, not {_AZURE_COLUMNS}: pass an Azure "
+                "trace"
+            )
         for line, fields in lines:
             if len(fields) != len(header):
                 raise _malformed(path, line, f"{len(fields)} fields, not {len(header)}")
