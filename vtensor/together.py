@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vtensor import _core
-from vtensor._base.arguments import of_type
 from vtensor.errors import InvalidArgument
 from vtensor.tensor import VTensor
 
@@ -54,4 +53,6 @@ def reserve(tensor: VTensor, capacity: int) -> None:
         CapacityExceeded: if ``capacity`` is below the length, or exceeds the address space.
         OutOfPages, DriverError: as for ``VTensor.reallocate``. Nothing was changed.
     """
-    of_type("together.reserve", "tensor", tensor, VTensor)._core.reserve(tensor, capacity)
+    if not isinstance(tensor, VTensor):
+        raise InvalidArgument(f"[together.reserve] tensor is a {type(tensor).__name__}: give a VTensor")
+    tensor._core.reserve(tensor, capacity)

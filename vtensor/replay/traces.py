@@ -110,8 +110,8 @@ def _azure(path: Path) -> Iterator[Row]:
         _, header = next(lines, (1, []))
         if header != _AZURE_COLUMNS:
             raise InvalidArgument(
-                f"[replay] {path} line 1: the columns are {brief(header)}, not {_AZURE_COLUMNS}: pass an Azure "
-                "trace"
+                f"[replay] {path} line 1: the columns are {brief(header)}, not {_AZURE_COLUMNS}: pass an "
+                "Azure trace"
             )
         for line, fields in lines:
             if len(fields) != len(header):
