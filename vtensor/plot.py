@@ -389,10 +389,10 @@ def sharing(owners: Owners, *, ax: Axes | None = None) -> Axes:
     axes.set_yticks([number + 0.5 for number in range(len(ordered))], [lane.name for lane in ordered])
     axes.tick_params(axis="y", length=0)
     axes.locator_params(axis="x", integer=True)
-    entries = sum(len(lane.pages) for lane in found)
-    own = len({page.key for lane in found for page in lane.pages.values()})
+    there = [page for lane in found for page in lane.pages.values() if page.state != "asleep"]
+    own = len({page.key for page in there})
     more = f", {len(found) - len(ordered)} lanes not shown" if len(found) > len(ordered) else ""
-    return _finish(axes, f"{entries:,} pages mapped, {own:,} in memory{more}")
+    return _finish(axes, f"{len(there):,} pages mapped, {own:,} in memory{more}")
 
 
 def fragmentation(owners: Any, *, ax: Axes | None = None) -> Axes:

@@ -140,15 +140,23 @@ def test_memory_is_drawn_once_while_it_sleeps(pool_factory):
     asleep = vtensor.zeros(3000, grow_dim=0, capacity=9000, pool=pool, tag="asleep")
     cache = vtensor.KVCache(1, 1, 16, max_batch=2, max_len=64, dtype=torch.float32, pool=pool)
     assert cache.alloc() == 0 and cache.step([30, 0])
+    arena = vtensor.Arena(9 * 4096, pool=pool)
+    arena.map([(0, 1)])
     pool.sleep(contents="host")
     bars = vtensor.plot.fragmentation({"tensor": asleep, "cache": cache}).patches
     assert all(bar.get_width() == 0 for bar in bars)
-    assert "asleep" in pool._repr_html_()
+    assert "asleep" in pool._repr_html_() and "asleep 3" in asleep._repr_html_()
+    for axes in (
+        *map(vtensor.plot.page_map, (asleep, cache, arena)),
+        *map(vtensor.plot.sharing, (asleep, cache)),
+    ):
+        assert any("asleep" in text.get_text() for text in axes.get_legend().get_texts())
+    assert axes.get_title(loc="left") == "0 pages mapped, 0 in memory"
     pool.wake()
     axes = vtensor.plot.fragmentation({"tensor": asleep, "cache": cache})
     assert sum(bar.get_width() for bar in axes.patches) > 0
-    cache.close()
-    asleep.close()
+    for one in (cache, asleep, arena):
+        one.close()
 
 
 # -- what is drawn

@@ -21,6 +21,7 @@ COLOURS = {
     "cached": "#a9b665",
     "pinned": "#e0a33e",
     "private": "#d9647a",
+    "asleep": "#77838a",
     "reserved": "#c9d1d6",
 }
 """The states of a page, most important first. The colours suit light and dark backgrounds."""
@@ -32,11 +33,12 @@ MEANINGS = {
     "cached": "left by freed tensors for the next",
     "pinned": "kept by views or by work that may use it",
     "private": "shared once, written since",
+    "asleep": "away until Pool.wake",
     "reserved": "addresses without memory",
 }
 
 # A cell that covers several pages shows the first of these states among them.
-_TELLING = ("private", "shared", "pinned", "mapped", "cached", "prefetched", "reserved")
+_TELLING = ("private", "shared", "pinned", "mapped", "cached", "prefetched", "asleep", "reserved")
 
 
 class PageRun(NamedTuple):
