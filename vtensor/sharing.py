@@ -25,6 +25,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from itertools import chain
 from multiprocessing import context, reduction
 from typing import Any, NoReturn, cast
@@ -215,6 +216,9 @@ class Reader(VTensor):
             f"<Reader {list(self.shape)} {dtype} on {self.device}, {self.length:,} of {self.capacity:,} "
             f"positions along dim {self.grow_dim}, {byte_text(self.nbytes_mapped)} of another process mapped>"
         )
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {"text/plain": repr(self), "text/html": f"<code>{escape(repr(self))}</code>"}
 
 
 class _ParentsReader(Reader):

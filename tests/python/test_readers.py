@@ -289,6 +289,7 @@ def test_a_reader_is_a_tensor_like_any_other(pool, other):
     assert other.evaluate("(r.capacity, r.grow_dim, r.closed, len(r.pages()))") == (4096, 1, False, 14)
     assert other.evaluate("r.address == r.data_ptr() and r.nbytes_mapped == 14 * 4096")
     assert "100 of 4,096 positions" in other.evaluate("repr(r)")
+    assert other.evaluate("r._repr_mimebundle_()['text/plain'] == repr(r) and 'positions' in r._repr_html_()")
     assert torch.equal(other.evaluate("torch.nn.functional.softmax(r, -1)"), t.softmax(-1))
     assert other.evaluate("r.numpy()[0, 5:9].tolist()") == t[0, 5:9].tolist()
     for write in (
