@@ -212,7 +212,7 @@ class VTensorLayer(DynamicLayer):
                         owner = owners[which] = self._copy_of(self._view(owner).to(dtype))
                     states = states.to(dtype)
                 owner.append(_heads_first(owner, states))
-        except BaseException:
+        except BaseException as error:
             for owner, old in zip(owners, before, strict=True):
                 if owner is not old:
                     owner.close()
@@ -220,6 +220,12 @@ class VTensorLayer(DynamicLayer):
                     owner.truncate(length)
             if fresh:
                 self._release()
+            elif isinstance(error, InvalidArgument) and key_states.shape[0] != self.owners[0].shape[0]:
+                raise InvalidArgument(
+                    f"[VTensorCache.update] {key_states.shape[0]} sequences for a cache of "
+                    f"{self.owners[0].shape[0]}, whose batches must agree: reset() the cache before another "
+                    "batch, or make one for each"
+                ) from error
             raise
         self._replace(owners)
         return self._after_growth(new)

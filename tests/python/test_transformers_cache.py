@@ -189,6 +189,13 @@ def test_states_that_do_not_fit_are_refused_whole(llama, pages, key, value):
     assert_same_content(ours, theirs)
 
 
+def test_another_batch_is_told_what_to_do(llama, pages):
+    ours, theirs = filled(llama.config, pages)
+    with pytest.raises(vtensor.InvalidArgument, match="3 sequences for a cache of 2.* reset"):
+        ours.update(*torch.zeros(2, 3, 2, 1, 16), 0)
+    assert_same_content(ours, theirs)
+
+
 def test_gradients_are_refused(llama, pages):
     cache = VTensorCache(llama.config, 256, pages)
     with pytest.raises(vtensor.InvalidArgument, match="grad"):
