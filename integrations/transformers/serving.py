@@ -156,8 +156,8 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
     ) -> tuple[torch.Tensor, None]:
         if key is not self._states.key:
             raise InvalidArgument(
-                f"[ServedModel] {type(module).__name__} does not attend to the K that it has cached: this "
-                "kind of attention is not served"
+                f"[ServedModel] {type(module).__name__} does not attend to the K that it has cached: close() "
+                "the ServedModel before other uses of the model. If this is none, its attention is not served"
             )
         own = self._own_attention(module)
         window = options.get("sliding_window")

@@ -148,6 +148,8 @@ def test_the_model_has_its_own_attention_again():
     before = alone(model, request)
     with engine_for(model, pages=30) as engine:
         assert model.config._attn_implementation != "sdpa"
+        with pytest.raises(InvalidArgument, match=r"close\(\) the ServedModel before other uses"):
+            model(torch.tensor([[1, 2]]))
         engine.run([request])
     assert model.config._attn_implementation == "sdpa"
     assert alone(model, request) == before
