@@ -147,6 +147,12 @@ class Reader(VTensor):
         with without_modes():
             return self.detach()
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """As :meth:`VTensor.numpy`, but the array cannot be written to."""
+        array = super().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
     def pages(self) -> list[PageRecord]:
         rows = math.prod(self._whole.shape[: self._grow_dim])
         return ReaderCore.pages(self._core, 0, rows)

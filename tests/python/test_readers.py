@@ -292,6 +292,7 @@ def test_a_reader_is_a_tensor_like_any_other(pool, other):
     assert other.evaluate("r._repr_mimebundle_()['text/plain'] == repr(r) and 'positions' in r._repr_html_()")
     assert torch.equal(other.evaluate("torch.nn.functional.softmax(r, -1)"), t.softmax(-1))
     assert other.evaluate("r.numpy()[0, 5:9].tolist()") == t[0, 5:9].tolist()
+    assert not other.evaluate("r.numpy().flags.writeable")
     for write in (
         "r.append(r)",
         "r.extend(1)",
