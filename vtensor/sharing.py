@@ -38,11 +38,11 @@ from vtensor._base.processes import Closes, StaysHere, keep_private
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
+from vtensor._torch.memory import heap_of
 from vtensor._torch.variants import AsleepVTensor, CopyOnWriteVTensor, name_of, refuse_in_forked_child
 from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
-from vtensor.pool import Heap, open_pools
 from vtensor.tensor import PageRecord, TensorCore, VTensor
 
 ReaderCore = _core.ReaderCore
@@ -467,15 +467,6 @@ def _reduce_cache(cache: KVCache) -> Any:
                 views[layer, name] = _View.of(tensor, place.row_group, base)
     sent = _send(_core.CacheCore.open_for_readers(cache._core))
     return _rebuild_object, (CacheReader, sent, cache.max_batch, views)
-
-
-def heap_of(module: torch.nn.Module) -> Heap:
-    """The heap that the module was moved into."""
-    for pool in open_pools():
-        for heap in list(pool._heaps.values()):
-            if heap.adopted.has(module):
-                return heap
-    raise InvalidArgument("[share] the module is in no pool: call vtensor.adopt(module, pool) first")
 
 
 def _reduce_module(shared: SharedModule) -> Any:

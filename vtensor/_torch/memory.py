@@ -16,7 +16,7 @@ from vtensor._base.terminal import Progress
 from vtensor._base.torch_modes import whole_storage, without_modes
 from vtensor._pool.adopted import optimizer_state, raise_if_asleep
 from vtensor.errors import InvalidArgument, VTensorError
-from vtensor.pool import Heap, Pool, default_pool
+from vtensor.pool import Heap, Pool, default_pool, open_pools
 from vtensor.tensor import VTensor
 
 if TYPE_CHECKING:
@@ -210,6 +210,15 @@ def _unfit(t: torch.Tensor) -> str | None:
     if t.device.type == "cpu" and t.is_shared():
         return "lies in shared memory, where other processes would no longer see it change"
     return None
+
+
+def heap_of(module: torch.nn.Module) -> Heap:
+    """The heap that the module was moved into."""
+    for pool in open_pools():
+        for heap in list(pool._heaps.values()):
+            if heap.adopted.has(module):
+                return heap
+    raise InvalidArgument("[share] the module is in no pool: call vtensor.adopt(module, pool) first")
 
 
 def _new_storage(heap: Heap, nbytes: int, device: torch.device) -> torch.UntypedStorage:
