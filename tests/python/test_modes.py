@@ -220,6 +220,7 @@ class Walk:
             assert reader.sync() and reader.length == 6 and reader.capacity == 64 and reader.grow_dim == 0
             self.note("read", reader)
             self.note("read by an alias", reader.alias())
+            assert not reader.numpy().flags.writeable
             assert reader.address and reader.when_full == "raise" and len(reader.pages()) == 6
             assert reader.nbytes_mapped == 6 * PAGE and reader.nbytes_reserved == 64 * PAGE and repr(reader)
             with pytest.raises(vtensor.VTensorError):
