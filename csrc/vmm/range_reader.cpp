@@ -128,14 +128,6 @@ void RangeReader::read_whole(Read read) {
   }
 }
 
-bool RangeReader::read_words(std::uint64_t& version, std::vector<std::uint64_t>& words) const {
-  version = words_version();
-  if (version % 2 != 0) return false;
-  for (std::size_t i = 0; i < words.size(); ++i)
-    words[i] = parts_.word(i).load(std::memory_order_acquire);
-  return words_version() == version;
-}
-
 // Pages whose entries may differ from those of the version that was synced last: intervals apart.
 std::vector<Interval> RangeReader::changed_since_sync(std::uint64_t version) const {
   const shared::Header& header = parts_.header();
@@ -318,7 +310,10 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
   std::uint64_t version = 0;
   std::vector<RangeReader::Table> tables(ranges_.size());
   first.read_whole([&] {
-    first.read_whole([&] { return first.read_words(version, words); });
+    version = first.words_version();
+    if (version % 2 != 0) return false;
+    for (std::size_t i = 0; i < words.size(); ++i)
+      words[i] = first.parts_.word(i).load(std::memory_order_acquire);
     for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->copy_table(tables[i]);
     return first.words_version() == version;
   });

@@ -59,7 +59,6 @@ class RangeReader {
   void require_open(bool look);
   bool writer_lives() const { return file_.is_locked(shared::kWriterLife, 1); }
   std::vector<Interval> changed_since_sync(std::uint64_t version) const;
-  bool read_words(std::uint64_t& version, std::vector<std::uint64_t>& words) const;
   void copy_table(Table& table);
   template <typename Visit>
   void each_run(const Table& table, bool mapped_now, bool mapped_then, Visit visit) const;

@@ -197,6 +197,51 @@ TEST_CASE("I3, I7: readers see whole and lasting contents while pages go between
   }
 }
 
+TEST_CASE("what a reader takes is of one moment, however often it changes") {
+  constexpr std::size_t kWords = 4096;  // and pages
+  const auto pool = open_pool(false, 8, 0);
+  const std::shared_ptr<Buffer> buffer =
+      Buffer::create(pool, {1, kBytes, kWords, 0, false}, kCaller);
+  buffer->share("test", kWords);
+  const std::shared_ptr<SharedRange> shared = buffer->range().shared();
+  const Descriptor range(shared->open_for_reader("test"));
+  RangeReaders readers(std::span(&range, 1), Descriptor(pool->open_for_readers("test")), kWords,
+                       simulated());
+  const RangeReader& reader = readers.at(0);
+  const auto change = [&](bool table, std::size_t number) {
+    if (!table) return shared->set_words({0, kWords}, [=](std::size_t) { return number; });
+    const PoolLock lock(pool);
+    for (std::size_t n = 0; n < kWords; ++n) {
+      const Page page{.handle = n + number % 1000};
+      shared->came(n, &page);
+    }
+  };
+  const auto torn = [&](std::size_t n) {
+    return reader.words()[n] != reader.words()[0] ||
+           reader.handle_at(n) - reader.handle_at(0) != static_cast<std::int64_t>(n);
+  };
+  change(true, 0);
+  for (const bool table : {false, true}) {
+    CAPTURE(table);
+    std::atomic<bool> over{false};
+    std::size_t changes = 0, seen = 0, wrong = 0;
+    std::thread writer([&] {
+      while (!over) {
+        change(table, ++changes);
+        if (changes % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+    });
+    while (seen < 300) {
+      seen += readers.sync(kCaller, readers.stale());
+      for (std::size_t n = 0; n < kWords && wrong == 0; ++n) wrong += torn(n);
+    }
+    over = true;
+    writer.join();
+    CHECK(wrong == 0);
+  }
+  buffer->abandon();
+}
+
 // Descriptors that this process has.
 std::ptrdiff_t descriptors() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
