@@ -655,7 +655,7 @@ TEST_CASE_TEMPLATE("parts of two sleeps stay apart where they meet in memory", T
 }
 
 TEST_CASE("what wakes is not unmapped under a copy that still runs") {
-  One<OnSimulation> one(3, {.patience = std::chrono::milliseconds(100)});
+  One<OnSimulation> one(3, {.patience = std::chrono::milliseconds(500)});
   const SimcudaControl& control = OnSimulation::control();
   one.sleep();
   const std::size_t illegal = control.illegal_accesses();

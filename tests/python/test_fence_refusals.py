@@ -172,13 +172,22 @@ def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, str
     child.truncate(5)
     sim.fail("cuMemsetD8Async", 1, 1)
     sim.slow("cuMemcpyDtoDAsync", 200_000)
-    held = threading.Timer(0.1, sim.hold, [0])  # after the wait for the stream, before the zeroing
-    let_go = threading.Timer(0.8, sim.release, [0])
-    held.start(), let_go.start()
-    begin = time.monotonic()
+    copies = sim.calls("cuMemcpyDtoDAsync")
+    held = []
+
+    def hold_for_a_while():  # after the wait for the stream, before the zeroing
+        eventually(lambda: sim.calls("cuMemcpyDtoDAsync") != copies)
+        sim.hold(0)
+        held.append(time.monotonic())
+        time.sleep(0.6)
+        sim.release(0)
+
+    holding = threading.Thread(target=hold_for_a_while)
+    holding.start()
     with pytest.raises(vtensor.DriverError, match="cuMemsetD8Async"):
         child.extend(2)
-    assert time.monotonic() - begin > 0.7  # waited for what was zeroed
+    assert time.monotonic() - held[0] > 0.5  # waited for what was zeroed
+    holding.join()
     sim.slow("cuMemcpyDtoDAsync", 0)
     assert child.length == 5 and child.eq(1).all() and t.eq(1).all()
     testing.check_invariants(pool)
