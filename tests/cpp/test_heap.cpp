@@ -332,4 +332,35 @@ TEST_CASE("a size that was freed makes no driver call, whatever became of its ne
   CHECK(!heap.free(caller, made[0]));
 }
 
+TEST_CASE("an allocation takes the smallest room of all regions") {
+  const std::shared_ptr<PagePool> pool = slots::Bench<OnHost>::open(700, {});
+  const Caller caller{"test"};
+  Heap heap(pool);
+  static_cast<void>(heap.allocate(caller, 504 * kPage));  // with the next two all of a region
+  const Address four = heap.allocate(caller, 4 * kPage);
+  static_cast<void>(heap.allocate(caller, 4 * kPage));
+  static_cast<void>(heap.allocate(caller, 100 * kPage));
+  const Address two = heap.allocate(caller, 2 * kPage);
+  static_cast<void>(heap.allocate(caller, 2 * kPage));
+  CHECK(heap.regions().size() == 2);
+  heap.free(caller, four);
+  heap.free(caller, two);
+  CHECK(heap.allocate(caller, 2 * kPage) == two);
+  CHECK(heap.allocate(caller, 4 * kPage) == four);
+}
+
+TEST_CASE("a region whose pages are still mapped stays") {
+  const std::shared_ptr<PagePool> pool =
+      slots::Bench<OnHost>::open(kBudget, {.prefetch = 16 * kPage, .cache = 48 * kPage});
+  const Caller caller{"test"};
+  Heap heap(pool);
+  const Address whole = heap.allocate(caller, 3 * kPage);
+  heap.free(caller, whole);
+  static_cast<void>(heap.allocate(caller, 512));  // shares its page, so it needs another region
+  CHECK(heap.regions().size() == 2);
+  const auto calls = pool->driver().meter().count(ThreadRole::caller, Call::mmap);
+  CHECK(heap.allocate(caller, 3 * kPage) == whole);
+  CHECK(pool->driver().meter().count(ThreadRole::caller, Call::mmap) == calls);
+}
+
 }  // namespace vtensor

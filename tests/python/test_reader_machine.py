@@ -193,7 +193,7 @@ class World:
 
 
 LONG = pytest.mark.skipif(not SOAK, reason="takes minutes: VTENSOR_HYPOTHESIS=soak")
-SLOW = [pytest.mark.slow, pytest.mark.alone, pytest.mark.seconds(1200)]
+SLOW = [pytest.mark.slow, pytest.mark.seconds(1200)]
 
 
 @pytest.mark.parametrize(
