@@ -27,6 +27,9 @@ def test_what_is_made_stays_as_it_was_checked():
     ):
         made = Request("b", prompt, torch.tensor(2), samples=True)
         assert list(made.prompt) == [5, 6] and type(made.max_new_tokens) is int
+    (length,) = torch.tensor([5]).numpy()
+    counted = Request("c", length, 2)
+    assert type(counted.prompt) is int and counted.prompt_tokens == 5
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from collections import abc
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
 from operator import index
-from typing import cast
+from typing import Any, cast
 
 from vtensor.errors import InvalidArgument
 
@@ -67,8 +68,7 @@ class Request:
             raise InvalidArgument(f"[Request] id is {self.id!r}: give something hashable") from None
         if not isinstance(self.salt, str):
             raise self._wrong("salt", self.salt, "give a string")
-        if not isinstance(self.prompt, int):
-            object.__setattr__(self, "prompt", self._checked_prompt(self.prompt))
+        object.__setattr__(self, "prompt", self._checked_prompt(self.prompt))
         try:
             stop = frozenset(token_id("Request", token) for token in self.stop)
         except TypeError:
@@ -84,7 +84,9 @@ class Request:
             if number < 1:
                 raise self._wrong(name, number, "at least one")
 
-    def _checked_prompt(self, prompt: abc.Sequence[int]) -> abc.Sequence[int]:
+    def _checked_prompt(self, prompt: Any) -> abc.Sequence[int] | int:
+        if isinstance(prompt, Integral):  # an int, or numpy's
+            return int(prompt)
         try:
             ids = array("Q", list(prompt[:]))  # the fastest type code that refuses negative numbers
             if max(ids, default=0) >= 1 << 63:
@@ -96,7 +98,7 @@ class Request:
             ) from None
         # A memoryview is a sequence to Python, of bytes that may change.
         fixed = isinstance(prompt, abc.Sequence) and not isinstance(prompt, (abc.MutableSequence, memoryview))
-        return prompt if fixed else tuple(ids)
+        return cast("abc.Sequence[int]", prompt) if fixed else tuple(ids)
 
     def _wrong(self, name: str, value: object, do: str) -> InvalidArgument:
         return InvalidArgument(f"[Request] {name}: {value!r}, of request {self.id!r}: {do}")
