@@ -32,6 +32,7 @@
 #include "tensor/buffer.h"
 #include "vmm/page_socket.h"
 #include "vmm/range_reader.h"
+#include "vmm/shared_file.h"
 #include "vmm/shared_layout.h"
 
 namespace vtensor {
@@ -317,11 +318,10 @@ TEST_CASE("a table that is being changed is of no version that a reader takes") 
 TEST_CASE("a version names the pages that changed with it alone") {
   const auto pool = open_pool(false, 80, 0);
   Writer writer(pool, 'a');
-  const Descriptor file = writer.open_range();
-  const auto bytes = static_cast<std::size_t>(lseek(file.get(), 0, SEEK_END));
-  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
-  REQUIRE(at != MAP_FAILED);
-  const shared::Header& header = shared::Parts{static_cast<std::byte*>(at), {}}.header();
+  SharedFile file;
+  file.take(writer.open_range().take());
+  REQUIRE(file.map(shared::Sizes::kWords, 0));
+  const shared::Header& header = shared::Parts{file.at(), {}}.header();
   const std::size_t row_pages = writer.row_bytes() / kBytes;
   for (std::size_t page = 0; page < 4; ++page) {
     writer.grow(kBytes / kItem);
@@ -330,7 +330,6 @@ TEST_CASE("a version names the pages that changed with it alone") {
     CHECK(change.end == row_pages + page + 1);
   }
   CHECK(header.end == row_pages + 4);
-  CHECK(munmap(at, bytes) == 0);
 }
 
 TEST_CASE("a reader holds the pages that it could not unmap") {  // I7
