@@ -38,7 +38,7 @@ from vtensor._base.processes import Closes, StaysHere, keep_private
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
-from vtensor._torch.memory import heap_of
+from vtensor._torch.memory import open_for_readers
 from vtensor._torch.variants import AsleepVTensor, CopyOnWriteVTensor, name_of, refuse_in_forked_child
 from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
@@ -475,7 +475,7 @@ def _reduce_module(shared: SharedModule) -> Any:
     saved = module.state_dict(keep_vars=True).items()
     tensors = {name: value for name, value in saved if id(value) in moved}
     addresses = [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
-    arenas, files = heap_of(module).core.open_for_readers(addresses)
+    arenas, files = open_for_readers(module, addresses)
     sent = _send(files)
     views = {}
     for name, tensor in tensors.items():

@@ -97,18 +97,19 @@ class HeapCore {
     return without_gil([&] { return heap->counts(); });
   }
 
-  // Of the arenas in which these addresses lie: first byte and bytes of each, and the files.
+  // Of the arenas in which these addresses lie: first byte and bytes of each, and the files. None
+  // if they lie in no arena of this heap.
   using OpenArenas = std::pair<std::vector<std::pair<Address, std::size_t>>, ReaderFiles>;
-  OpenArenas open_for_readers(const std::vector<Address>& addresses) {
+  std::optional<OpenArenas> open_for_readers(const std::vector<Address>& addresses) {
     const std::shared_ptr<Heap> heap = open("share");
-    return without_gil([&] {
+    return without_gil([&]() -> std::optional<OpenArenas> {
       auto regions = heap->regions();
       std::erase_if(regions, [&](const auto& region) {
         return std::none_of(addresses.begin(), addresses.end(), [&](Address address) {
           return address - region->base() < region->bytes();
         });
       });
-      if (regions.empty()) throw InvalidArgument("[share] the module has no memory in this pool");
+      if (regions.empty()) return std::nullopt;
       OpenArenas open;
       for (const auto& region : regions) {
         region->share("share", 0);

@@ -313,6 +313,20 @@ def test_a_reader_of_a_module_has_the_state_dict_of_that_module():
     pool.close()
 
 
+def test_a_module_that_was_moved_again_is_read_where_it_is():
+    pools = [vtensor.Pool("cpu", page_size=4096, budget=1 << 20, shareable=True) for _ in range(5)]
+    module = torch.nn.Linear(4, 4)
+    for pool in pools:
+        vtensor.adopt(module, pool, tag="before")
+    vtensor.adopt(module, pools[2])
+    with received(vtensor.share(module)) as reader:
+        module.weight.data.fill_(3)
+        assert reader.state_dict()["weight"].eq(3).all()
+    del module
+    for pool in pools:
+        pool.close()
+
+
 class Scaled(torch.nn.Linear):
     """A module with a tensor in its state dict that is made for it, as those of FP8 layers have one."""
 

@@ -212,12 +212,15 @@ def _unfit(t: torch.Tensor) -> str | None:
     return None
 
 
-def heap_of(module: torch.nn.Module) -> Heap:
-    """The heap that the module was moved into."""
+def open_for_readers(
+    module: torch.nn.Module, addresses: list[int]
+) -> tuple[list[tuple[int, int]], tuple[int, list[int]]]:
+    """Of the heap that has these tensors of the module: its arenas there, and their files. The module may
+    have been moved through others before."""
     for pool in open_pools():
         for heap in list(pool._heaps.values()):
-            if heap.adopted.has(module):
-                return heap
+            if heap.adopted.has(module) and (opened := heap.core.open_for_readers(addresses)):
+                return opened
     raise InvalidArgument("[share] the module is in no pool: call vtensor.adopt(module, pool) first")
 
 
