@@ -10,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/align.h"
 #include "base/descriptor.h"
 #include "base/errors.h"
 #include "base/system_errors.h"
@@ -128,48 +129,44 @@ void RangeReader::read_whole(Read read) {
   }
 }
 
-// Pages whose entries may differ from those of the version that was synced last: intervals apart.
-std::vector<Interval> RangeReader::changed_since_sync(std::uint64_t version) const {
+// Calls visit(block) for blocks that have changed since a version, each once.
+template <typename Visit>
+void RangeReader::each_changed(std::uint64_t since, std::uint64_t version, Visit visit) const {
   const shared::Header& header = parts_.header();
-  const std::uint64_t changes = (version - seen_table_) / 2;
-  if (seen_table_ == 0 || changes > shared::kChanges)
-    return {
-        {0, std::min<std::size_t>(header.end.load(std::memory_order_acquire), parts_.sizes.pages)}};
-  std::vector<Interval> changed;
-  for (std::uint64_t at = seen_table_ + 2; at <= version; at += 2) {
+  std::vector<Interval> within;
+  for (std::uint64_t at = since + 2; at <= version && within.size() < shared::kChanges; at += 2) {
     const shared::Change& change = header.changes[at / 2 % shared::kChanges];
-    const Interval pages{
-        change.first.load(std::memory_order_acquire),
-        std::min<std::size_t>(change.end.load(std::memory_order_acquire), parts_.sizes.pages)};
-    if (!pages.empty()) changed.push_back(pages);
+    within.push_back(
+        {change.first.load(std::memory_order_acquire), change.end.load(std::memory_order_acquire)});
   }
-  // A page may have changed several times, and is looked at once.
-  std::ranges::sort(changed, {}, &Interval::begin);
-  std::vector<Interval> apart;
-  for (const Interval pages : changed) {
-    if (apart.empty() || apart.back().end < pages.begin) {
-      apart.push_back(pages);
-    } else {
-      apart.back() = hull(apart.back(), pages);
+  // Others have taken their places by now.
+  if (since == 0 || (table_version() - since) / 2 >= shared::kChanges)
+    within = {{0, header.end.load(std::memory_order_acquire)}};
+  std::ranges::sort(within, {}, &Interval::begin);
+  std::size_t block = 0;
+  for (const Interval some : within) {
+    const std::size_t end = ceil_div(std::min(some.end, pages()), shared::kBlock);
+    for (block = std::max(block, some.begin / shared::kBlock); block < end; ++block) {
+      if (parts_.changed_with(block).load(std::memory_order_acquire) > since) visit(block);
     }
   }
-  return apart;
 }
 
-// Of one version, which the writer has published.
+// Of one version, which the writer has published. Each try copies what has changed since the last
+// one: the writer may be faster than a copy of all.
 void RangeReader::copy_table(Table& table) {
-  table = {.version = seen_table_, .changed = {}, .entries = {}};
-  if (table_version() == seen_table_) return;
+  if (table_version() == table.version) return;
   read_whole([&] {
-    table.version = table_version();
-    if (table.version % 2 != 0) return false;
-    table.changed = changed_since_sync(table.version);
-    table.entries.clear();
-    for (const Interval pages : table.changed) {
-      for (std::size_t n = pages.begin; n < pages.end; ++n)
-        table.entries.push_back(parts_.entry(n).load(std::memory_order_acquire));
-    }
-    return table_version() == table.version;
+    const std::uint64_t version = table_version();
+    if (version % 2 != 0) return false;
+    each_changed(table.version, version, [&](std::size_t block) {
+      auto& entries = table.blocks[block];
+      const std::size_t first = block * shared::kBlock;
+      for (std::size_t i = 0; i < entries.size() && first + i < pages(); ++i)
+        entries[i] = parts_.entry(first + i).load(std::memory_order_acquire);
+    });
+    table.version = version;
+    return table_version() == version;
   });
 }
 
@@ -178,19 +175,23 @@ void RangeReader::copy_table(Table& table) {
 template <typename Visit>
 void RangeReader::each_run(const Table& table, bool mapped_now, bool mapped_then,
                            Visit visit) const {
-  const auto belongs = [&](std::size_t n, Entry then) {
-    return then != entries_[n] && (entries_[n] != 0) == mapped_now && (then != 0) == mapped_then;
+  std::size_t first = 0;
+  std::vector<Entry> run;
+  const auto end_run = [&] {
+    if (!run.empty()) visit(first, std::span<const Entry>(run));
+    run.clear();
   };
-  std::span<const Entry> entries(table.entries);
-  for (const Interval pages : table.changed) {
-    for (std::size_t n = pages.begin, length; n < pages.end; n += length) {
-      length = 0;
-      while (n + length < pages.end && belongs(n + length, entries[length])) ++length;
-      if (length != 0) visit(n, entries.first(length));
-      length = std::max<std::size_t>(length, 1);
-      entries = entries.subspan(length);
+  for (const auto& [block, entries] : table.blocks) {
+    for (std::size_t i = 0, n = block * shared::kBlock; i < entries.size(); ++i, ++n) {
+      const Entry now = entries_[n], then = entries[i];
+      const bool belongs = then != now && (now != 0) == mapped_now && (then != 0) == mapped_then;
+      if (!belongs || n != first + run.size()) end_run();
+      if (!belongs) continue;
+      if (run.empty()) first = n;
+      run.push_back(then);
     }
   }
+  end_run();
 }
 
 // The entry of a page whose mapping has just changed.
@@ -207,9 +208,10 @@ void RangeReader::enter(std::size_t n, std::span<const Entry> entries) noexcept 
 }
 
 void RangeReader::map_fresh(const Table& table) {
-  for (const Interval pages : table.changed) entries_.reserve(pages.begin, pages.end);
+  for (const auto& [block, entries] : table.blocks)
+    entries_.reserve(block * entries.size(), (block + 1) * entries.size());
   std::vector<Handle> handles;
-  handles.reserve(table.entries.size());  // which the runs refer to
+  handles.reserve(table.blocks.size() * shared::kBlock);  // which the runs refer to
   std::vector<PageRun> runs;
   each_run(table, false, true, [&](std::size_t n, std::span<const Entry> entries) {
     for (const Entry entry : entries) handles.push_back(memory_.at(entry - 1));
@@ -309,6 +311,7 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
   std::vector<std::uint64_t> words(first.words_.size());
   std::uint64_t version = 0;
   std::vector<RangeReader::Table> tables(ranges_.size());
+  for (std::size_t i = 0; i < tables.size(); ++i) tables[i].version = ranges_[i]->seen_table_;
   first.read_whole([&] {
     version = first.words_version();
     if (version % 2 != 0) return false;
@@ -322,12 +325,15 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
   WriterMemory::Fetched fetched(*memory_);
   std::vector<Handle> handles;
   bool replaces = false;
+  const auto note = [&handles](std::size_t, std::span<const RangeReader::Entry> entries) {
+    for (const RangeReader::Entry entry : entries) handles.push_back(entry - 1);
+  };
   for (std::size_t i = 0; i < tables.size(); ++i) {
-    for (const RangeReader::Entry entry : tables[i].entries) {
-      if (entry != 0) handles.push_back(entry - 1);
-    }
+    ranges_[i]->each_run(tables[i], false, true, note);
+    const std::size_t fresh = handles.size();
+    ranges_[i]->each_run(tables[i], true, true, note);
+    replaces |= handles.size() != fresh;
     ranges_[i]->each_run(tables[i], true, false, [&](auto...) { replaces = true; });
-    ranges_[i]->each_run(tables[i], true, true, [&](auto...) { replaces = true; });
   }
   memory_->fetch(std::move(handles), fetched);
   for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->map_fresh(tables[i]);

@@ -2,9 +2,11 @@
 // process reads their pages. What they show changes in `sync` alone.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <vector>
@@ -40,8 +42,7 @@ class RangeReader {
   // What has changed in the writer's table.
   struct Table {
     std::uint64_t version = 0;
-    std::vector<Interval> changed;  // pages, apart from each other
-    std::vector<Entry> entries;     // of these
+    std::map<std::size_t, std::array<Entry, shared::kBlock>> blocks;  // the entries of each
   };
 
   // What the file begins with. Throws InvalidArgument if it is no shared range with `words` words.
@@ -58,7 +59,8 @@ class RangeReader {
   void take_place();
   void require_open(bool look);
   bool writer_lives() const { return file_.is_locked(shared::kWriterLife, 1); }
-  std::vector<Interval> changed_since_sync(std::uint64_t version) const;
+  template <typename Visit>
+  void each_changed(std::uint64_t since, std::uint64_t version, Visit visit) const;
   void copy_table(Table& table);
   template <typename Visit>
   void each_run(const Table& table, bool mapped_now, bool mapped_then, Visit visit) const;

@@ -6,6 +6,7 @@
 //   header   sizes, versions and the last changes
 //   words    numbers of the owner's, as the begin and end of a tensor's positions
 //   table    of each page of the range, 1 + the handle of the page that stands there; 0 if none
+//   blocks   of each block of neighbouring pages, the version with which one of them changed last
 //
 // Words and table have a version each, which is odd while they change (a seqlock). A reader that
 // finds the version unchanged after it has copied them has seen one moment.
@@ -25,9 +26,10 @@
 namespace vtensor::shared {
 
 inline constexpr std::uint64_t kMagic = 0x6572616873747476;  // "vtshare"
-inline constexpr std::uint32_t kLayout = 2;
+inline constexpr std::uint32_t kLayout = 3;
 inline constexpr std::size_t kMostReaders = 128;
 inline constexpr std::size_t kChanges = 64;
+inline constexpr std::size_t kBlock = 16;  // pages
 
 // Bytes of the file whose locks say that the writer, or the reader with a place, lives.
 inline constexpr off_t kWriterLife = 0;
@@ -42,7 +44,7 @@ struct alignas(64) Place {
 
 enum class State : std::uint64_t { open, asleep, closed };
 
-// Pages [first, end) of the range changed.
+// Some pages of [first, end) of the range changed: those of several rows may lie far apart.
 struct Change {
   Word first, end;
 };
@@ -74,7 +76,8 @@ struct Sizes {
   static constexpr std::size_t kHeader = kMostReaders * sizeof(Place);
   static constexpr std::size_t kWords = kHeader + ceil_div(sizeof(Header), 4096) * 4096;
   std::size_t table() const { return kWords + ceil_div(words * sizeof(Word), 4096) * 4096; }
-  std::size_t file() const { return table() + pages * sizeof(Word); }
+  std::size_t blocks() const { return table() + pages * sizeof(Word); }
+  std::size_t file() const { return blocks() + ceil_div(pages, kBlock) * sizeof(Word); }
 };
 static_assert(Sizes::kHeader % 4096 == 0);
 
@@ -87,6 +90,9 @@ struct Parts {
   Header& header() const { return *reinterpret_cast<Header*>(at + Sizes::kHeader); }
   Word& word(std::size_t i) const { return reinterpret_cast<Word*>(at + Sizes::kWords)[i]; }
   Word& entry(std::size_t page) const { return reinterpret_cast<Word*>(at + sizes.table())[page]; }
+  Word& changed_with(std::size_t block) const {
+    return reinterpret_cast<Word*>(at + sizes.blocks())[block];
+  }
 };
 
 }  // namespace vtensor::shared

@@ -64,6 +64,7 @@ void SharedRange::change(std::size_t n, std::uint64_t entry) noexcept {
   }
   // Release: no reader sees an entry before the version that is odd.
   parts_.entry(n).store(entry, std::memory_order_release);
+  parts_.changed_with(n / shared::kBlock).store(version_ + 2, std::memory_order_release);
   changed_ = hull(changed_, {n, n + 1});
 }
 

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -239,6 +240,86 @@ TEST_CASE("what a reader takes is of one moment, however often it changes") {
     over = true;
     writer.join();
     CHECK(wrong == 0);
+  }
+  buffer->abandon();
+}
+
+TEST_CASE("a large table is read while it changes, and only where it ever had pages") {
+  constexpr std::size_t kPages = std::size_t{1} << 21;
+  for (const bool full : {false, true}) {
+    CAPTURE(full);
+    const auto pool = open_pool(false, 8, 0);
+    const std::shared_ptr<Buffer> buffer =
+        Buffer::create(pool, {1, kBytes, kPages, 0, false}, kCaller);
+    buffer->share("test", 2);
+    const std::shared_ptr<SharedRange> shared = buffer->range().shared();
+    const Descriptor range(shared->open_for_reader("test"));
+    const auto kept = [&range] {
+      struct stat found{};
+      REQUIRE(fstat(range.get(), &found) == 0);
+      return static_cast<std::size_t>(found.st_blocks) * 512;
+    };
+    std::size_t changes = 0;
+    const auto handle = [&changes](std::size_t n) { return n + (n == kPages / 2) * (changes % 2); };
+    // Pages far apart, as those of several rows, of which one in the middle is another each time.
+    const auto change = [&](std::size_t step) {
+      const PoolLock lock(pool);
+      for (std::size_t n = 0; n < kPages; n += step) {
+        changes += n == kPages / 2;
+        const Page page{.handle = handle(n)};
+        shared->came(n, &page);
+      }
+    };
+    change(full ? 1 : kPages / 4);
+    std::atomic<bool> over{false};
+    std::thread writer([&] {
+      while (!over) {
+        change(kPages / 4);
+        shared->set_words({0, 2}, [&](std::size_t) { return changes; });
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+    });
+    const std::size_t before = kept();
+    RangeReaders readers(std::span(&range, 1), Descriptor(pool->open_for_readers("test")), 2,
+                         simulated());
+    const RangeReader& reader = readers.at(0);
+    const auto read = [&readers] {
+      for (int seen = 0; seen < 20;) seen += readers.sync(kCaller, readers.stale());
+    };
+    CHECK_NOTHROW(read());
+    over = true;
+    writer.join();
+    readers.sync(kCaller, readers.stale());
+    CHECK(reader.words()[0] == changes);
+    CHECK(reader.mapped() == (full ? kPages : 4));
+    std::size_t wrong = 0;
+    for (std::size_t n = 0; n < kPages; n += full ? 1 : kPages / 4)
+      wrong += static_cast<std::size_t>(reader.handle_at(n)) != handle(n);
+    CHECK(wrong == 0);
+    CHECK(kept() - before < kPages);  // of 8 bytes a page: what is only read takes memory too
+    buffer->abandon();
+  }
+}
+
+TEST_CASE("a reader that has missed more changes than the file names finds all") {
+  constexpr std::size_t kApart = 2 * shared::kBlock;  // pages
+  constexpr std::size_t kPages = (shared::kChanges + 1) * kApart;
+  const auto pool = open_pool(false, 8, 0);
+  const std::shared_ptr<Buffer> buffer =
+      Buffer::create(pool, {1, kBytes, kPages, 0, false}, kCaller);
+  buffer->share("test", 0);
+  const Descriptor range(buffer->range().shared()->open_for_reader("test"));
+  RangeReaders readers(std::span(&range, 1), Descriptor(pool->open_for_readers("test")), 0,
+                       simulated());
+  for (std::size_t handle = 0; handle < 2; ++handle) {
+    for (std::size_t n = 0; n < kPages; n += kApart) {
+      const PoolLock lock(pool);
+      const Page page{.handle = handle};
+      buffer->range().shared()->came(n, &page);
+    }
+    CHECK(readers.sync(kCaller, readers.stale()));
+    for (std::size_t n = 0; n < kPages; n += kApart)
+      CHECK(readers.at(0).handle_at(n) == static_cast<std::int64_t>(handle));
   }
   buffer->abandon();
 }
