@@ -15,6 +15,7 @@
 #include "base/process.h"
 #include "bind/bindings.h"
 #include "bind/operation.h"
+#include "bind/sharing.h"
 #include "bind/torch_bridge.h"
 #include "policy/page_record.h"
 #include "vmm/range_reader.h"
@@ -35,20 +36,19 @@ class ReaderCore {
  public:
   // `words`: how many the object's owner keeps, in the first range. The descriptors are closed in
   // any case. `cuda_library`: unless empty, a simulated libcuda, whose memory is the host's.
-  ReaderCore(int memory, const std::vector<int>& files, std::size_t words,
-             const std::string& cuda_library) {
-    Descriptor own_memory(memory);
-    std::vector<Descriptor> own_files;
-    own_files.reserve(files.size());
-    for (const int file : files) own_files.emplace_back(file);
+  ReaderCore(ReaderFiles& files, std::size_t words, const std::string& cuda_library) {
+    std::vector<Descriptor> ranges = files.release();
+    if (ranges.empty()) throw InvalidArgument("[reader] there are no files to read");
+    Descriptor memory = std::move(ranges.front());
+    ranges.erase(ranges.begin());
     CudaOptions cuda;
     if (!cuda_library.empty()) {
       cuda.library = cuda_library;
       cuda.memory_is_host_memory = true;
     }
     readers_ = without_gil([&] {
-      return std::shared_ptr<RangeReaders>(
-          new RangeReaders(own_files, std::move(own_memory), words, cuda), DeleteOwn{});
+      return std::shared_ptr<RangeReaders>(new RangeReaders(ranges, std::move(memory), words, cuda),
+                                           DeleteOwn{});
     });
   }
 
@@ -135,9 +135,14 @@ class ReaderCore {
 }  // namespace
 
 void bind_reader(nb::module_& module) {
+  nb::class_<ReaderFiles>(module, "ReaderFiles", "Descriptors that are closed with it.")
+      .def(nb::init<>())
+      .def("take", &ReaderFiles::take, "descriptor"_a)
+      .def_prop_ro("descriptors", &ReaderFiles::descriptors)
+      .def("close", [](ReaderFiles& files) { files.release(); });
   nb::class_<ReaderCore>(module, "ReaderCore")
-      .def(nb::init<int, const std::vector<int>&, std::size_t, const std::string&>(), "memory"_a,
-           "files"_a, "words"_a, "cuda_library"_a)
+      .def(nb::init<ReaderFiles&, std::size_t, const std::string&>(), "files"_a, "words"_a,
+           "cuda_library"_a)
       .def("sync", &ReaderCore::sync)
       .def("storage", &ReaderCore::storage, "range"_a)
       .def("close", &ReaderCore::close)

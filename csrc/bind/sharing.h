@@ -9,20 +9,36 @@
 
 namespace vtensor::bind {
 
-// Of the pool's memory, and of the shared file of each range.
-using ReaderFiles = std::pair<int, std::vector<int>>;
+// Of the pool's memory, and of the shared file of each range. Closed with it: Python may be
+// interrupted before it has done anything with them (I17).
+class ReaderFiles {
+ public:
+  ReaderFiles() = default;
+  ReaderFiles(ReaderFiles&&) = default;
+  ReaderFiles& operator=(ReaderFiles&&) = default;
+  void take(int descriptor) {
+    Descriptor owned(descriptor);
+    all_.push_back(std::move(owned));
+  }
+  std::vector<int> descriptors() const {
+    std::vector<int> all;
+    for (const Descriptor& one : all_) all.push_back(one.get());
+    return all;
+  }
+  std::vector<Descriptor> release() { return std::exchange(all_, {}); }
+
+ private:
+  std::vector<Descriptor> all_;
+};
 
 // Requires: `clients` have shared their ranges, and are of one pool. Throws DriverError.
 template <typename Clients>
 ReaderFiles reader_files(const char* operation, const Clients& clients) {
-  std::vector<Descriptor> ranges;
-  std::vector<int> taken;
+  ReaderFiles files;
+  files.take(clients.front()->pool()->open_for_readers(operation));
   for (const auto& client : clients)
-    ranges.emplace_back(client->range().shared()->open_for_reader(operation));
-  taken.reserve(ranges.size());
-  const int memory = clients.front()->pool()->open_for_readers(operation);
-  for (Descriptor& range : ranges) taken.push_back(range.take());
-  return {memory, std::move(taken)};
+    files.take(client->range().shared()->open_for_reader(operation));
+  return files;
 }
 
 }  // namespace vtensor::bind

@@ -47,10 +47,23 @@ def rows(pool: vtensor.Pool, n: int = 0, capacity: int = 4096, **options: Any) -
     return t.append(torch.randn(2, n, 64))
 
 
+def opened(t: VTensor) -> tuple[int, int]:
+    """Descriptors of the memory of `t` and of its range, which the caller closes."""
+    files = _core.TensorCore.open_for_readers(t._core, t)
+    memory, of_range = map(os.dup, files.descriptors)
+    return memory, of_range
+
+
+def read(*descriptors: int, words: int = 2) -> _core.ReaderCore:
+    """A reader in this process, down in the core, of what :func:`opened` has given."""
+    files = _core.ReaderFiles()
+    for descriptor in descriptors:
+        files.take(descriptor)
+    return _core.ReaderCore(files, words, str(simcuda_library() or ""))
+
+
 def receive(t: VTensor) -> _core.ReaderCore:
-    """A reader of `t` in this process, down in the core."""
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
-    return _core.ReaderCore(memory, ranges, 2, str(simcuda_library() or ""))
+    return read(*opened(t))
 
 
 def checksum(t: torch.Tensor) -> int:
@@ -73,10 +86,10 @@ def write_and_die(address: str, library: str, handles: int) -> None:
     else:
         pool = vtensor.Pool("cpu", shareable=True)
     t = vtensor.empty(100, 8, grow_dim=0, capacity=1000, pool=pool).fill_(7)
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    descriptors = opened(t)
     with Client(address, "AF_UNIX", authkey=b"x") as pipe:
         pipe.send(t._core.phase)
-        for descriptor in (memory, *ranges):
+        for descriptor in descriptors:
             send_handle(pipe, descriptor, None)
         pipe.recv()
     os.kill(os.getpid(), signal.SIGKILL)

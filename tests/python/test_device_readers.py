@@ -18,9 +18,8 @@ import torch
 
 import vtensor
 from cuda_support import device, needs_simcuda
-from reader_process import HANDLES, ReaderProcess, limit_descriptors, receive, rows
-from support import run_program, simcuda_disarm, simcuda_leaks, simcuda_library
-from vtensor import _core
+from reader_process import HANDLES, ReaderProcess, limit_descriptors, opened, read, receive, rows
+from support import run_program, simcuda_disarm, simcuda_leaks
 
 pytestmark = needs_simcuda
 
@@ -346,15 +345,15 @@ def test_a_reader_finds_the_device_whatever_its_number(make_pool):
 
 def test_what_is_no_socket_of_the_writer_is_refused(make_pool):
     t, other = rows(make_pool(), 10), rows(make_pool(), 10)
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    memory, of_range = opened(t)
     os.close(memory)
     with pytest.raises(vtensor.InvalidArgument, match="no socket"):
-        _core.ReaderCore(os.memfd_create("other"), ranges, 2, str(simcuda_library()))
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+        read(os.memfd_create("other"), of_range)
+    memory, of_range = opened(t)
     os.close(memory)
-    memory, unused = _core.TensorCore.open_for_readers(other._core, other)
-    os.close(unused[0])
-    core = _core.ReaderCore(memory, ranges, 2, str(simcuda_library()))
+    memory, unused = opened(other)
+    os.close(unused)
+    core = read(memory, of_range)
     with pytest.raises(vtensor.VTensorError, match="pages of another pool"):
         core.sync()
     core.close()
@@ -366,29 +365,29 @@ MESSAGE = struct.Struct("=QQQIBxxx1024s8192s1000s")
 
 def test_a_question_for_what_is_no_page_is_refused(make_pool):
     t = rows(make_pool(), 10)
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
-    file = os.fstat(ranges[0])  # which names the memory
+    memory, of_range = opened(t)
+    file = os.fstat(of_range)  # which names the memory
     question = MESSAGE.pack(7, file.st_dev, file.st_ino, 1, 0, (12345).to_bytes(8, "little"), b"", b"")
     with socket.socket(fileno=memory) as asking:
         asking.settimeout(30)
         asking.send(question)
         number, *_, refusal = MESSAGE.unpack(asking.recv(20_000))
     assert number == 7 and b"12345 was asked for, which is no page" in refusal
-    os.close(ranges[0])
+    os.close(of_range)
 
 
 def test_what_has_no_range_is_refused(make_pool):
     t = rows(make_pool(), 10)
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
-    os.close(ranges[0])
+    memory, of_range = opened(t)
+    os.close(of_range)
     with pytest.raises(vtensor.InvalidArgument, match="it has no range"):
-        _core.ReaderCore(memory, [], 2, str(simcuda_library()))
+        read(memory)
 
 
 def test_a_message_that_is_none_ends_that_connection_alone(make_pool):
     t = rows(make_pool(), 10)
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
-    os.close(ranges[0])
+    memory, of_range = opened(t)
+    os.close(of_range)
     with socket.socket(fileno=memory) as bad:
         bad.send(b"give me everything" * 10)
         bad.settimeout(30)
@@ -403,10 +402,10 @@ def test_a_message_that_is_none_ends_that_connection_alone(make_pool):
 def asked_by_a_reader(make_pool):
     """A socket at which the test answers as a writer, the question that a sync asked there, and the sync."""
     t = rows(make_pool(), 10)
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+    memory, of_range = opened(t)
     os.close(memory)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    core = _core.ReaderCore(theirs.detach(), ranges, 2, str(simcuda_library()))
+    core = read(theirs.detach(), of_range)
     syncing = Beside(core.sync)
     yield ours, ours.recv(20_000), syncing
     ours.close()

@@ -12,12 +12,14 @@ import time
 from multiprocessing import reduction
 from multiprocessing.connection import Listener
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import pytest
 import torch
 
 import vtensor
 from cuda_support import device
+from interrupts import Outcome, at_every_bytecode
 from kv_support import make_cache
 from reader_process import (
     CONTEXT,
@@ -25,12 +27,14 @@ from reader_process import (
     ReaderProcess,
     checksum,
     named_memory,
+    opened,
+    read,
     receive,
     rows,
     write_and_die,
 )
 from support import eventually, open_pool, run_program, simcuda_library
-from vtensor import _core, sharing, testing
+from vtensor import VTensor, sharing, testing
 from vtensor._pool import sleep as _sleep
 
 PAGE = 4096
@@ -201,11 +205,11 @@ def test_what_is_read_is_refused_sleep_before_anything_is_waited_for(kind, other
 
 def test_a_reader_that_comes_while_contents_are_saved_keeps_them_awake(pool, monkeypatch):
     t = rows(pool, 10)
-    memory, ranges = _core.TensorCore.open_for_readers(t._core, t)  # on their way to it
+    memory, of_range = opened(t)  # on their way to it
     save, readers = _sleep._copy, []
 
     def come_first(copy, doing):
-        readers.append(_core.ReaderCore(memory, ranges, 2, str(simcuda_library() or "")))
+        readers.append(read(memory, of_range))
         save(copy, doing)
 
     monkeypatch.setattr(_sleep, "_copy", come_first)
@@ -376,7 +380,7 @@ def test_a_killed_writer_leaves_what_was_synced(tmp_path, kind):
         with listener.accept() as pipe:
             phase = pipe.recv()
             memory, of_range = [reduction.recv_handle(pipe) for _ in range(2)]
-            core = _core.ReaderCore(memory, [of_range], 2, sharing.cuda_library)
+            core = read(memory, of_range)
             core.sync()
             pipe.send(1)
         writer.join(60)
@@ -491,7 +495,7 @@ def test_plain_pickles_hand_nothing_over(pool):
 )
 def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
     t = rows(pool, 10)
-    of_memory, (of_range,) = _core.TensorCore.open_for_readers(t._core, t)
+    of_memory, of_range = opened(t)
     words = 2
     if wrong == "text":
         (tmp_path / "text").write_text("vtshare" * 1000)
@@ -515,7 +519,7 @@ def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
         os.close(of_memory)
         with shareable("file") as another:
             u = rows(another, 10)
-            of_memory, (unused,) = _core.TensorCore.open_for_readers(u._core, u)
+            of_memory, unused = opened(u)
             os.close(unused)
     elif wrong == "other words":
         words = 3
@@ -525,7 +529,7 @@ def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
     descriptors = len(os.listdir("/proc/self/fd"))
     mappings = len(open("/proc/self/maps").readlines())
     with pytest.raises(vtensor.InvalidArgument, match="cannot be read"):
-        _core.ReaderCore(of_memory, [of_range], words, "")
+        read(of_memory, of_range, words=words)
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2
     assert len(open("/proc/self/maps").readlines()) <= mappings
 
@@ -546,6 +550,42 @@ def test_readers_have_a_bound(pool):
 # -- refused calls
 
 
+def test_handing_over_that_is_interrupted_leaves_no_descriptor(pool, monkeypatch):  # I17
+    t, on_the_way = rows(pool, 10), []
+
+    class Sent:
+        """What multiprocessing makes of a descriptor, whose duplicate stays with it."""
+
+        def __init__(self, descriptor: int) -> None:
+            self.descriptor = os.dup(descriptor)
+            on_the_way.append(self.descriptor)
+
+        def detach(self) -> int:
+            on_the_way.remove(self.descriptor)
+            return self.descriptor
+
+    monkeypatch.setattr(sharing.reduction, "DupFd", Sent)
+
+    def hand_over(_: Any) -> VTensor:
+        rebuild, arguments = sharing._reduce(t)
+        return rebuild(*arguments)
+
+    def check(before: int, outcome: Outcome) -> None:
+        if not outcome.interrupted:
+            outcome.result.close()
+        for descriptor in on_the_way:
+            os.close(descriptor)
+        on_the_way.clear()
+        eventually(lambda: descriptors() == before)  # a device's writer closes its end by itself
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    hand_over(None).close()
+    assert at_every_bytecode(setup=descriptors, operation=hand_over, check=check) > 50
+
+
 def test_each_refused_call_of_a_writer_leaves_it_as_it_was(pool):
     refused = True
     for call in itertools.count():
@@ -554,13 +594,13 @@ def test_each_refused_call_of_a_writer_leaves_it_as_it_was(pool):
         t = rows(pool, 10)
         pool._core.fail_after(call, 1)
         try:
-            memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+            memory, of_range = opened(t)
         except vtensor.DriverError:
             pool._core.disarm()
-            memory, ranges = _core.TensorCore.open_for_readers(t._core, t)
+            memory, of_range = opened(t)
         refused = bool(pool._core.refused_calls())
         pool._core.disarm()
-        core = _core.ReaderCore(memory, ranges, 2, sharing.cuda_library)
+        core = read(memory, of_range)
         core.sync()
         assert core.words == [0, 10]
         core.close()

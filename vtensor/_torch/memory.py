@@ -214,7 +214,7 @@ def _unfit(t: torch.Tensor) -> str | None:
 
 def open_for_readers(
     module: torch.nn.Module, addresses: list[int]
-) -> tuple[list[tuple[int, int]], tuple[int, list[int]]]:
+) -> tuple[list[tuple[int, int]], _core.ReaderFiles]:
     """Of the heap that has these tensors of the module: its arenas there, and their files. The module may
     have been moved through others before."""
     for pool in open_pools():
