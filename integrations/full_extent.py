@@ -8,7 +8,6 @@ the launch.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -95,28 +94,12 @@ class FullExtent:
         return self
 
 
-class _Bytes:
-    """Device memory as ``__cuda_array_interface__`` describes it (numba's documentation, version 3)."""
-
-    def __init__(self, address: int, nbytes: int, keeps: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-        self._keeps = keeps
-
-
 def _over(owner: VTensor, keeps: torch.Tensor) -> torch.Tensor:
     """Positions 0 to ``capacity`` of ``owner`` as a plain tensor that keeps ``keeps`` alive."""
     sizes = [owner.capacity if d == owner.grow_dim else n for d, n in enumerate(owner.shape)]
     elements = 1 + sum((n - 1) * s for n, s in zip(sizes, owner.stride(), strict=True))
     nbytes = elements * owner.element_size()
-    if owner.device.type == "cuda":
-        flat = torch.as_tensor(_Bytes(owner.address, nbytes, keeps), device=owner.device)
-    else:
-        array: Any = (ctypes.c_uint8 * nbytes).from_address(owner.address)
-        array.keeps = keeps
-        flat = torch.frombuffer(array, dtype=torch.uint8)
-    return flat.view(owner.dtype).as_strided(sizes, owner.stride())
+    storage: Any = torch._C._construct_storage_from_data_pointer(owner.address, owner.device, nbytes)
+    storage.keeps = keeps
+    plain = torch.empty(0, dtype=owner.dtype, device=owner.device)
+    return plain.set_(storage, 0, sizes, owner.stride())
