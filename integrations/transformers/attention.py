@@ -19,8 +19,6 @@ from vtensor import InvalidArgument
 
 from ..flash_attention import flash_attn_with_kvcache
 
-__all__ = ["register_attention", "unregister_attention"]
-
 # Not "flash...": transformers searches for a package to load if the name contains that.
 _NAME = "vtensor"
 

@@ -28,8 +28,6 @@ from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
-__all__ = ["VTensorCache", "check_pool", "encoder_decoder_cache", "growing", "holds_nothing"]
-
 
 class VTensorCache(DynamicCache):
     """A ``DynamicCache`` for ``model.generate(..., past_key_values=cache)`` that grows in place.

@@ -10,8 +10,6 @@ import torch
 
 from vtensor import InvalidArgument, VTensor, together
 
-__all__ = ["BatchChange", "Choice", "cut", "finish", "reordered", "repeated", "selected", "twin_of"]
-
 Choice = Callable[[int], list[int]]
 """A function from the number of sequences to the indices of those to keep, in their new order."""
 

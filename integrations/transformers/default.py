@@ -16,8 +16,6 @@ from vtensor import InvalidArgument, Pool
 from .cache import VTensorCache, check_pool, growing
 from .release import CACHE
 
-__all__ = ["install", "installed", "uninstall"]
-
 _METHOD = "_prepare_cache_for_generation"
 _CACHE_NAMES = (CACHE, "cache_params")
 

@@ -19,8 +19,6 @@ from .cache import VTensorCache, holds_nothing
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
-__all__ = ["register_export"]
-
 # For each layer: its window or None, and whether it holds K and V.
 Context = list[tuple[int | None, bool]]
 

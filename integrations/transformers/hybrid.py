@@ -23,8 +23,6 @@ from .changes import BatchChange, Choice, finish, twin_of
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
-__all__ = ["VTensorHybridLayer", "VTensorHybridSlidingWindowLayer"]
-
 # The attributes of the linear part alone.
 _LINEAR = tuple(vars(LinearAttentionLayer()).keys() - {"device", "dtype"})
 

@@ -17,8 +17,6 @@ from vtensor import CapacityExceeded, InvalidArgument, Pool, VTensor, together
 
 from .changes import BatchChange, Choice, cut, finish, reordered, repeated, selected, twin_of
 
-__all__ = ["VTensorLayer"]
-
 # Tokens for which a layer without max_len= first reserves addresses.
 _FIRST_CAPACITY = 16384
 

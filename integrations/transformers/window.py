@@ -15,8 +15,6 @@ from vtensor import InvalidArgument, Pool, VTensor
 
 from .layers import VTensorLayer
 
-__all__ = ["VTensorSlidingWindowLayer"]
-
 
 class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
     """K and V of a layer whose queries attend to the last ``sliding_window`` tokens only (sliding or

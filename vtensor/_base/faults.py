@@ -10,8 +10,6 @@ from typing import Protocol
 from vtensor import _core
 from vtensor.errors import InvalidArgument
 
-__all__ = ["explain_faults"]
-
 _STDERR = 2
 
 

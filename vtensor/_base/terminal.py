@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 from vtensor.errors import InvalidArgument, VTensorError
 
-__all__ = ["Progress", "aligned", "exit_status"]
-
 
 class Progress:
     """Prints progress to stderr: every second on one line of a terminal, every ten seconds elsewhere.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["empty_bytes", "whole_storage", "without_modes"]
-
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import TypeVar
 
-__all__ = ["members"]
-
 T = TypeVar("T")
 
 

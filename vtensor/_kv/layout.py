@@ -12,9 +12,6 @@ from vtensor._base.arguments import integer
 from vtensor._base.torch_modes import without_modes
 from vtensor.errors import CapacityExceeded, InvalidArgument
 
-__all__ = ["CacheLayout", "Place", "RowGroup", "layout_of", "size_of"]
-
-
 _MOST = 2**62  # more than any address space has bytes
 
 

@@ -8,8 +8,6 @@ from vtensor import _core
 from vtensor._kv.layout import CacheLayout
 from vtensor.pool import Pool
 
-__all__ = ["FREE", "SWAPPED", "USED", "KVCacheStats", "count"]
-
 FREE, USED, SWAPPED = range(3)
 """States of a slot in the core."""
 

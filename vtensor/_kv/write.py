@@ -13,8 +13,6 @@ from vtensor._base.arguments import has_memory, items
 from vtensor._base.torch_modes import without_modes
 from vtensor.errors import InvalidArgument
 
-__all__ = ["Runs", "check_batch", "checked_salt", "checked_states", "runs_of", "store", "token_ids"]
-
 _MOST = 2**62  # more than any address space has bytes
 
 

@@ -17,8 +17,6 @@ from vtensor import _core
 from vtensor._base.weak import members
 from vtensor.errors import Asleep
 
-__all__ = ["Adopted", "Owner", "optimizer_state", "raise_if_asleep"]
-
 Owner = torch.nn.Module | torch.optim.Optimizer
 
 

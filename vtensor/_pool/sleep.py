@@ -17,8 +17,6 @@ from vtensor._base.terminal import Progress
 from vtensor._base.units import byte_text
 from vtensor.errors import Closed, InvalidArgument
 
-__all__ = ["Image", "Sleeper", "contents_of", "fall_asleep", "forget", "wake"]
-
 
 class Sleeper(Protocol):
     """An object whose memory can leave."""

@@ -22,8 +22,6 @@ from vtensor.tensor import VTensor
 if TYPE_CHECKING:
     from torch.cuda.memory import CUDAPluggableAllocator
 
-__all__ = ["adopt", "memory"]
-
 _COPIED_AT_ONCE = 64 << 20  # bytes between two readings of the clock
 
 

@@ -16,8 +16,6 @@ from vtensor.allocations.report import Comparison, picture, table, to_json
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["add_arguments", "add_parser", "main"]
-
 _DESCRIPTION = f"""Passes recorded allocations to models of torch's native allocator, of its expandable
 segments and of vtensor's allocator. Finds the smallest device on which each serves all of them, as a multiple
 of the peak of live bytes, and counts driver calls there and on a device of {ROOM:g} times the peak. No memory

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from vtensor.errors import OutOfPages
 
-__all__ = ["PAGE", "Allocator", "Model", "rounded"]
-
 PAGE = 2 << 20
 """Bytes of a driver's page: the granularity of cudaMalloc's memory and of cuMemCreate."""
 

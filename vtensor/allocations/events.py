@@ -10,8 +10,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from vtensor.errors import InvalidArgument
 
-__all__ = ["MOST_BYTES", "AllocationTrace", "Event", "Kind", "checked", "malformed", "named", "selected"]
-
 MOST_BYTES = 2**50
 """The largest allocation in a trace."""
 

@@ -6,8 +6,6 @@ from vtensor.allocations.device import rounded
 from vtensor.allocations.growing import GrowingRanges, PagedModel
 from vtensor.allocations.native import GRAIN, LARGE_BUFFER, SMALL_BUFFER, SMALL_SIZE
 
-__all__ = ["ExpandableAllocator"]
-
 
 class ExpandableAllocator(PagedModel):
     """A range for each stream in a pool of small and one of large allocations.

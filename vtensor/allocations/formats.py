@@ -12,8 +12,6 @@ from vtensor.allocations.plain import read_plain
 from vtensor.allocations.profiler import read_profile
 from vtensor.allocations.snapshot import read_snapshot
 
-__all__ = ["read_allocations"]
-
 
 def read_allocations(path: str | os.PathLike[str], device: str | None = None) -> AllocationTrace:
     """Reads a recording of allocations.

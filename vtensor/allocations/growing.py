@@ -8,8 +8,6 @@ from vtensor.allocations.device import Model, rounded
 from vtensor.allocations.native import GRAIN
 from vtensor.allocations.pieces import FreePieces, Piece
 
-__all__ = ["GrowingRanges", "PagedModel"]
-
 
 class PagedModel(Model, ABC):
     """A model whose ranges grow page by page."""

@@ -10,8 +10,6 @@ from vtensor.allocations.native import NativeAllocator
 from vtensor.allocations.replay import Opened
 from vtensor.allocations.stitched import StitchedAllocator
 
-__all__ = ["MODELS"]
-
 MODELS: dict[str, Opened] = {
     "native": lambda capacity: nullcontext(NativeAllocator(capacity)),
     "expandable-20MiB": lambda capacity: nullcontext(ExpandableAllocator(capacity)),

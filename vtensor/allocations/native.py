@@ -9,8 +9,6 @@ from __future__ import annotations
 from vtensor.allocations.device import Model, rounded
 from vtensor.allocations.pieces import FreePieces, Piece
 
-__all__ = ["GRAIN", "LARGE_BUFFER", "SMALL_BUFFER", "SMALL_SIZE", "NativeAllocator"]
-
 GRAIN = 512  # kMinBlockSize
 SMALL_SIZE = 1 << 20  # kSmallSize: up to this, an allocation is of the small pool
 SMALL_BUFFER = 2 << 20  # kSmallBuffer

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-__all__ = ["FreePieces", "Piece"]
-
 
 class Piece:
     """A part of an address range, between its neighbours."""

@@ -23,8 +23,6 @@ from typing import IO
 
 from vtensor.allocations.events import AllocationTrace, Event, checked, malformed
 
-__all__ = ["read_plain", "write_plain"]
-
 _COLUMNS = "event,id,bytes,stream"
 _MOST_DIGITS = 19
 

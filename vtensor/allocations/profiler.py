@@ -12,8 +12,6 @@ from typing import Any
 
 from vtensor.allocations.events import AllocationTrace, Event, Kind, checked, malformed, named, selected
 
-__all__ = ["read_profile"]
-
 _KINDS = {0: "cpu", 1: "cuda"}  # of c10::DeviceType
 
 

@@ -11,8 +11,6 @@ from vtensor import _core
 from vtensor.allocations.device import PAGE
 from vtensor.pool import Pool
 
-__all__ = ["RealAllocator", "real"]
-
 
 class RealAllocator:
     """A heap over a pool of the CPU. It measures the time of its calls."""

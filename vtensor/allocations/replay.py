@@ -11,8 +11,6 @@ from vtensor.allocations.device import PAGE, Allocator
 from vtensor.allocations.events import AllocationTrace
 from vtensor.errors import OutOfPages
 
-__all__ = ["ROOM", "Need", "Opened", "Run", "device_needed", "replay_allocations"]
-
 ROOM = 1.25
 """The size of a device with some room, as a multiple of the peak of live bytes."""
 

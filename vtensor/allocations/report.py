@@ -14,8 +14,6 @@ from vtensor.allocations.events import AllocationTrace
 from vtensor.allocations.replay import ROOM, Need, Run
 from vtensor.errors import VTensorError
 
-__all__ = ["Comparison", "picture", "table", "to_json"]
-
 # In the order of the table; shown without their prefix.
 _CALLS = (
     "cudaMalloc",

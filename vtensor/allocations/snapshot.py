@@ -11,8 +11,6 @@ from typing import IO, Any, NoReturn
 from vtensor.allocations.events import AllocationTrace, Event, checked, malformed, named, selected
 from vtensor.errors import InvalidArgument
 
-__all__ = ["read_snapshot"]
-
 _LIVE = ("active_allocated", "active_awaiting_free")
 
 

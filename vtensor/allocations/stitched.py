@@ -11,8 +11,6 @@ from vtensor.allocations.device import PAGE, rounded
 from vtensor.allocations.growing import GrowingRanges, PagedModel
 from vtensor.allocations.native import GRAIN, SMALL_SIZE
 
-__all__ = ["MOST_LOSS", "StitchedAllocator"]
-
 MOST_LOSS = 1 / 1024
 """The share of its pages that an allocation of whole pages may leave empty."""
 

@@ -18,8 +18,6 @@ from typing import Any
 from vtensor._base import starting
 from vtensor.errors import VTensorError
 
-__all__ = ["main"]
-
 PIPE_CLOSED = 141  # SIGPIPE
 
 Command = Callable[[argparse.Namespace, list[str]], int]

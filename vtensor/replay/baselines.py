@@ -11,8 +11,6 @@ from vtensor.errors import CapacityExceeded, InvalidArgument, OutOfPages
 from vtensor.kv import KVCacheStats
 from vtensor.serving import KVCacheManager
 
-__all__ = ["ManagerStats", "NeverSwapped", "OneSample", "ReplayCache", "StaticCache"]
-
 
 @dataclass(frozen=True)
 class ManagerStats:

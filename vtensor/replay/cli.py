@@ -20,8 +20,6 @@ from vtensor.replay.traces import Row, read_trace
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["add_arguments", "add_parser", "main"]
-
 _LOOKAHEAD = 32
 _MOST_AT_A_TIME = 2**16
 _MOST = 2**31 - 1

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from vtensor.errors import InvalidArgument
 from vtensor.replay.baselines import ManagerStats, NeverSwapped
 
-__all__ = ["PagedCache"]
-
 
 class PagedCache(NeverSwapped):
     """The calls of ``vtensor.KVCache`` over tables of frames. It has the tables only, and no memory.

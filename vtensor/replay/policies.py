@@ -19,18 +19,6 @@ from vtensor.replay.radix import RadixCache
 from vtensor.replay.shapes import ModelShape
 from vtensor.serving import Promises, Scheduler
 
-__all__ = [
-    "POLICIES",
-    "Driver",
-    "Policy",
-    "Server",
-    "Terms",
-    "default_layer_group",
-    "first_come",
-    "open_cache",
-    "scale",
-]
-
 Driver = Literal["host", "simulated"]
 
 _HOST_PAGE = 4096

@@ -9,8 +9,6 @@ from itertools import count
 
 from vtensor.replay.baselines import ManagerStats, OneSample
 
-__all__ = ["RadixCache"]
-
 
 @dataclass(eq=False)
 class _Node:

@@ -12,8 +12,6 @@ from vtensor._base.terminal import aligned
 from vtensor.errors import VTensorError
 from vtensor.replay.simulate import Result
 
-__all__ = ["picture", "table", "to_json"]
-
 _FIGURES: dict[str, Callable[[Result], str]] = {
     "policy": lambda r: r.policy,
     "admitted": lambda r: f"{r.admitted:,}",

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from vtensor._base import units
 from vtensor.errors import InvalidArgument
 
-__all__ = ["MODELS", "ModelShape", "model_shape", "parse_bytes"]
-
 
 @dataclass(frozen=True)
 class ModelShape:

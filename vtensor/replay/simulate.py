@@ -18,8 +18,6 @@ from vtensor.replay.policies import POLICIES, Terms, first_come
 from vtensor.replay.traces import Row
 from vtensor.serving import Plan, Promises, Request, SampleGroup
 
-__all__ = ["SLO_TPOT", "SLO_TTFT", "Result", "Sample", "ServiceModel", "replay"]
-
 SLO_TTFT = 3.0
 """The default promise: seconds to the first token."""
 SLO_TPOT = 0.2

@@ -19,8 +19,6 @@ from typing import Any, NoReturn, TextIO, overload
 
 from vtensor.errors import InvalidArgument
 
-__all__ = ["PIECE_TOKENS", "PieceTokens", "Row", "read_trace"]
-
 PIECE_TOKENS = 512
 """Tokens that one of Mooncake's hash ids stands for."""
 

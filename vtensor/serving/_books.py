@@ -19,8 +19,6 @@ from vtensor.serving.plans import slot_of, target
 from vtensor.serving.requests import SampleGroup, Status, TokenSequence
 from vtensor.serving.slots import KVCacheManager
 
-__all__ = ["Books", "by_arrival"]
-
 by_arrival = attrgetter("order")
 _MOST = 4  # iterations for which an announced request waits until it is mapped
 _HELD = (Status.WAITING, Status.RUNNING, Status.SWAPPED)

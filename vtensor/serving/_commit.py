@@ -7,8 +7,6 @@ from itertools import starmap
 from operator import call
 from typing import Any
 
-__all__ = ["Change", "commit", "each"]
-
 Change = tuple[Any, ...]
 """A callable and its arguments."""
 

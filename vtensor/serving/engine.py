@@ -16,8 +16,6 @@ from vtensor.serving.plans import Plan
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_id
 from vtensor.serving.scheduler import Scheduler
 
-__all__ = ["Completion", "Engine", "greedy"]
-
 _PAUSE_SECONDS = 0.002  # while only other processes could make room
 
 

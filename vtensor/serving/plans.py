@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from vtensor.serving.requests import SampleGroup, TokenSequence
 
-__all__ = ["Plan", "SchedulerStats", "Work", "add_piece", "next_piece", "slot_of", "target"]
-
 
 class Work(NamedTuple):
     """Tokens ``[start, stop)`` of a sequence. Their K and V go to these positions of its slot."""

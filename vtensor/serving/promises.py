@@ -15,8 +15,6 @@ from vtensor._base.arguments import integer, number
 from vtensor.errors import InvalidArgument
 from vtensor.serving.requests import SampleGroup
 
-__all__ = ["LengthHistogram", "Pace", "Promises"]
-
 _PER_OCTAVE, _BINS = 4, 4 * 40  # of a histogram
 _KEEP = 1 - 1 / 64  # the weight that older iterations keep at each new one
 _FORGET = 1 / 256  # the part of the longest wait that is forgotten with each first token

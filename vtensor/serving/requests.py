@@ -13,8 +13,6 @@ from typing import Any, cast
 
 from vtensor.errors import InvalidArgument
 
-__all__ = ["Request", "SampleGroup", "Status", "TokenSequence", "token_id", "token_ids"]
-
 
 def token_id(operation: str, token: object) -> int:
     """A token id as an int, from any kind of whole number. Raises InvalidArgument for anything else."""

@@ -21,8 +21,6 @@ from vtensor.serving.promises import Promises
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
 from vtensor.serving.slots import KVCacheManager, check_fits, fits_at_last, waits_for_others
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler:
     """Plans iterations over a cache whose slots it owns.
