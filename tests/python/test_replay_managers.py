@@ -17,17 +17,11 @@ FRAME = 4
 
 
 class FramesWithContents(PagedCache):
-    """Frames that hold what is written, as the device's memory would; a step's copies are made at once."""
+    """Frames that hold what is written, as the device's memory would."""
 
     def __init__(self, *sizes, **options) -> None:
         super().__init__(*sizes, **options)
         self.frames = [[None] * self.frame_tokens for _ in range(sizes[0])]
-
-    def step(self, lengths):
-        stepped = super().step(lengths)
-        for source, target in self.copies:
-            self.frames[target] = list(self.frames[source])
-        return stepped
 
     def place(self, slot, position):
         return self.frames[self.tables[slot][position // self.frame_tokens]], position % self.frame_tokens
@@ -53,17 +47,14 @@ class FramesWithContents(PagedCache):
 shapes = st.tuples(
     st.lists(st.integers(0, 1), min_size=1, max_size=30),
     st.integers(1, 10),
-    st.integers(1, 3),
     st.sampled_from(["", "other"]),
 )
 
 
 @given(shapes=st.lists(shapes, min_size=1, max_size=8), frames=st.integers(10, 40))
 def test_paged_requests_get_their_own_tokens(shapes, frames):
-    """Through sharing, copies before writes, eviction and preemption."""
-    requests = [
-        Request(i, prompt, new, samples, salt=salt) for i, (prompt, new, samples, salt) in enumerate(shapes)
-    ]
+    """Through sharing, eviction and preemption."""
+    requests = [Request(i, prompt, new, salt=salt) for i, (prompt, new, salt) in enumerate(shapes)]
     cache = FramesWithContents(frames, 4, 64, frame_tokens=FRAME)
     engine = Engine(Scheduler(cache, token_budget=16), FakeModel(cache), choose)
     done = {}
@@ -130,30 +121,12 @@ def test_paged_short_of_frames_changes_nothing():
     assert grown(cache, second, 4)
 
 
-def test_paged_copies_the_last_frame_once():
+def test_a_paged_request_has_one_sample():
     cache = paged()
     slot = cache.alloc()
-    grown(cache, slot, 6)
-    fork = cache.fork(slot)[0]
-    assert cache.tables[fork] == cache.tables[slot]
-    assert cache.step([7 if i in (slot, fork) else 0 for i in range(4)])
-    assert len(cache.copies) == 1, "whoever writes last keeps the frame"
-    assert cache.tables[fork][0] == cache.tables[slot][0] and cache.tables[fork][1] != cache.tables[slot][1]
-    assert grown(cache, slot, 8) and not cache.copies
-
-
-def test_paged_beams_go_on_with_their_sources():
-    cache = FramesWithContents(12, 4, 64, frame_tokens=FRAME)
-    engine = Engine(Scheduler(cache, token_budget=16), FakeModel(cache), choose)
-    engine.submit(Request("beams", [1, 0, 1], 12, samples=3))
-    group = engine.scheduler.waiting[0]
-    for sources in ([1, 1, 0], [2, 0, 0], [0, 1, 2], [2, 2, 2]):
-        engine.step()
-        before = [list(sequence.tokens) for sequence in group.live]
-        engine.scheduler.reorder("beams", sources)
-        cache.check()
-        assert [sequence.tokens for sequence in group.live] == [before[source] for source in sources]
-    assert engine.run()["beams"].error == ""
+    for several in (lambda: cache.fork(slot), lambda: cache.reorder([slot], [slot])):
+        with pytest.raises(InvalidArgument, match="one sample each"):
+            several()
 
 
 def test_without_host_memory_nothing_is_swapped():
@@ -217,7 +190,7 @@ def test_the_ideal_cache_wastes_nothing(shapes, tokens):
     """Live tokens, each published unit once, and what is free are all there is."""
     cache = RadixCache(tokens, max_batch=4, max_len=64, unit=FRAME)
     scheduler = Scheduler(cache, token_budget=16)
-    for i, (prompt, new, _, salt) in enumerate(shapes):
+    for i, (prompt, new, salt) in enumerate(shapes):
         scheduler.add(Request(i, prompt, new, salt=salt))
     while scheduler.unfinished:
         plan = scheduler.plan()

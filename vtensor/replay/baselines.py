@@ -1,4 +1,4 @@
-"""The calls of a memory manager that a replay uses, base classes of the managers that vtensor is compared
+"""The calls of a memory manager that a replay uses, the base of the managers that vtensor is compared
 with, and the simplest of these."""
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ class ReplayCache(KVCacheManager, Protocol):
     def stats(self) -> KVCacheStats | ManagerStats: ...
 
 
-class NeverSwapped:
-    """A manager without host memory: ``swap_out`` raises OutOfPages, and the scheduler computes again
-    instead.
-
-    The scheduler swaps only requests of several samples, and a trace has none.
+class OneSample:
+    """A manager that neither forks nor swaps: the requests of a trace have one sample each, and the scheduler
+    computes these again.
 
     Args:
         max_batch: the most slots.
@@ -58,10 +56,6 @@ class NeverSwapped:
 
     def swap_in(self, slot: int | Sequence[int]) -> bool:
         raise InvalidArgument(f"[{type(self).__name__}.swap_in] slot {slot} is not swapped out")
-
-
-class OneSample(NeverSwapped):
-    """A manager that cannot fork either: the requests of a trace have one sample each."""
 
     def fork(self, slot: int, n: int = 1) -> list[int]:
         raise self._one_sample("fork")

@@ -4,8 +4,8 @@ sequence.
 After vLLM's paper (Kwon et al., SOSP 2023) and its documentation of automatic prefix caching. vLLM's block is
 called a frame here, and a page is always the driver's. Frames are reference-counted. A full frame is indexed
 by a hash over its tokens and all tokens before them. Once its last user has gone, it stays in the index until
-its memory is needed. The least recently used frame is evicted first, and of one sequence the last frame. A
-shared frame is copied before a write.
+its memory is needed. The least recently used frame is evicted first, and of one sequence the last frame. Only
+full frames are shared, so no write goes to a shared one.
 
 One choice is better than the documented one: frames outside the index are handed out before frames that could
 still be reused as a prefix.
@@ -17,10 +17,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from vtensor.errors import InvalidArgument
-from vtensor.replay.baselines import ManagerStats, NeverSwapped
+from vtensor.replay.baselines import ManagerStats, OneSample
 
 
-class PagedCache(NeverSwapped):
+class PagedCache(OneSample):
     """The calls of ``vtensor.KVCache`` over tables of frames. It has the tables only, and no memory.
 
     Args:
@@ -29,8 +29,8 @@ class PagedCache(NeverSwapped):
         max_len: the most tokens of a sequence.
         frame_tokens: tokens of a frame.
 
-    ``tables[slot]`` lists the frames of a sequence. ``copies`` lists the (source, target) frames that the
-    last ``step`` had to copy. It does not check that slots are in use or that lengths do not shrink.
+    ``tables[slot]`` lists the frames of a sequence. It does not check that slots are in use or that lengths
+    do not shrink.
 
     Raises:
         InvalidArgument: if there is not one frame.
@@ -44,9 +44,8 @@ class PagedCache(NeverSwapped):
         super().__init__(max_batch, max_len)
         self.frame_tokens = frame_tokens
         self.tables: list[list[int]] = [[] for _ in range(max_batch)]
-        self.copies: list[tuple[int, int]] = []
         self.evictions = 0
-        # The length up to which each slot needs neither a new frame nor a copy.
+        # The length up to which each slot needs no new frame.
         self._room = [0] * max_batch
         self._refs = [0] * frames
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(frames))  # next to use first
@@ -76,10 +75,14 @@ class PagedCache(NeverSwapped):
         return slot
 
     def step(self, lengths: Sequence[int]) -> bool:
-        self.copies = []
-        grown = self._grown(lengths)
-        if grown and not self._grow(grown, lengths):
+        size, grown = self.frame_tokens, self._grown(lengths)
+        if self._frames_for(grown, lengths) > len(self._free):
             return False
+        for slot in grown:
+            table = self.tables[slot]
+            while len(table) * size < lengths[slot]:
+                table.append(self._take())
+            self._room[slot] = len(table) * size
         self._lengths = list(lengths)
         return True
 
@@ -88,42 +91,20 @@ class PagedCache(NeverSwapped):
 
     def free(self, slot: int) -> None:
         super().free(slot)
-        self._give_back(slot)
-        self._hashes[slot] = []
+        for frame in reversed(self.tables[slot]):
+            self._refs[frame] -= 1
+            if self._refs[frame] == 0:
+                self._free[frame] = None
+                if self._hash_of[frame] is None:
+                    self._free.move_to_end(frame, last=False)
+        self.tables[slot], self._hashes[slot], self._room[slot] = [], [], 0
 
     def _grown(self, lengths: Sequence[int]) -> list[int]:
         """The slots whose new lengths are above their room."""
         return [slot for slot, (n, room) in enumerate(zip(lengths, self._room, strict=True)) if n > room]
 
     def _frames_for(self, slots: list[int], lengths: Sequence[int]) -> int:
-        size = self.frame_tokens
-        needed = 0
-        unsharing: dict[int, int] = {}  # shared last frames to be written, with their holders
-        for slot in slots:
-            table = self.tables[slot]
-            needed += -(-lengths[slot] // size) - len(table)
-            if self._lengths[slot] % size and self._refs[table[-1]] > 1:
-                holders = unsharing.setdefault(table[-1], self._refs[table[-1]])
-                if holders > 1:  # the last holder keeps the frame
-                    unsharing[table[-1]] = holders - 1
-                    needed += 1
-        return needed
-
-    def _grow(self, slots: list[int], lengths: Sequence[int]) -> bool:
-        size = self.frame_tokens
-        if self._frames_for(slots, lengths) > len(self._free):
-            return False
-        for slot in slots:
-            table = self.tables[slot]
-            if self._lengths[slot] % size and self._refs[table[-1]] > 1:
-                copy = self._take()
-                self.copies.append((table[-1], copy))
-                self._refs[table[-1]] -= 1
-                table[-1] = copy
-            while len(table) * size < lengths[slot]:
-                table.append(self._take())
-            self._room[slot] = len(table) * size
-        return True
+        return sum(-(-lengths[slot] // self.frame_tokens) - len(self.tables[slot]) for slot in slots)
 
     def _take(self) -> int:
         frame, _ = self._free.popitem(last=False)
@@ -135,43 +116,7 @@ class PagedCache(NeverSwapped):
         self._refs[frame] = 1
         return frame
 
-    def _give_back(self, slot: int) -> None:
-        table = self.tables[slot]
-        for frame in reversed(table):
-            self._refs[frame] -= 1
-            if self._refs[frame] == 0:
-                self._free[frame] = None
-                if self._hash_of[frame] is None:
-                    self._free.move_to_end(frame, last=False)
-        table.clear()
-        self._room[slot] = 0
-
     # ------------------------------------------------------------------ sharing
-
-    def fork(self, slot: int, n: int = 1) -> list[int]:
-        table, length = self.tables[slot], self._lengths[slot]
-        children = [self._free_slots.pop() for _ in range(n)]
-        for child in children:
-            self.tables[child] = list(table)
-            self._hashes[child] = list(self._hashes[slot])
-            self._lengths[child] = length
-            for frame in table:
-                self._refs[frame] += 1
-        for sharer in [slot, *children]:  # so that the next step checks whether the last frame is shared
-            self._room[sharer] = length
-        return children
-
-    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> list[int]:
-        found = [(list(self.tables[s]), self._lengths[s], list(self._hashes[s])) for s in sources]
-        for table, _, _ in found:
-            for frame in table:
-                self._refs[frame] += 1
-        for slot in slots:
-            self._give_back(slot)
-        for slot, (table, length, hashes) in zip(slots, found, strict=True):
-            self.tables[slot], self._hashes[slot] = table, hashes
-            self._lengths[slot] = self._room[slot] = length
-        return list(slots)
 
     def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int:
         hashes, table = self._hashes[slot], self.tables[slot]
