@@ -18,7 +18,6 @@ from vtensor.replay import (
     POLICIES,
     ModelShape,
     PagedCache,
-    Policy,
     Row,
     Server,
     ServiceModel,
@@ -31,6 +30,7 @@ from vtensor.replay import (
     read_trace,
     replay,
     scale,
+    simulate,
 )
 from vtensor.serving import Plan, Request, SampleGroup, Scheduler, Status
 
@@ -122,10 +122,7 @@ class Swaps(Scheduler):
 
 def test_swapped_requests_are_copied(monkeypatch):
     """Slots of 300 and 101 tokens at 100 tokens a second: the second iteration lasts for the longer."""
-    swaps = Policy(
-        POLICIES["static"].open, lambda cache, terms: Swaps(cache, token_budget=terms.token_budget)
-    )
-    monkeypatch.setitem(POLICIES, "swaps", swaps)
+    monkeypatch.setattr(simulate, "Scheduler", Swaps)
     service = ServiceModel(1.0, math.inf, math.inf, copy_bytes_per_second=TOKEN * 100)
     for first, second in ((100, 299), (299, 100)):
         rows = [Row(0.0, first, 2), Row(0.0, second, 2)]
@@ -156,18 +153,18 @@ def test_the_mapper_has_the_time_of_each_iteration(monkeypatch):
 
     queued = []
 
-    def watched(cache, terms):
-        queued.append(Scheduler(cache, token_budget=terms.token_budget, clock=terms.clock))
+    def watched(*arguments, **options):
+        queued.append(Scheduler(*arguments, **options))
         return queued[-1]
 
     monkeypatch.setattr(Pool, "wait_idle", wait_idle)
-    monkeypatch.setitem(POLICIES, "watched", Policy(POLICIES["vtensor"].open, watched))
+    monkeypatch.setattr(simulate, "Scheduler", watched)
     rows = [Row(0.0, 10, 2), Row(0.5, 10, 1)]
-    (result,) = served(rows, ["watched"], service=SECOND_EACH).values()
+    (result,) = served(rows, ["vtensor"], service=SECOND_EACH).values()
     assert result.finished == 2 and seen == [(1.0, True, 2), (1.0, True, 2)]
     seen.clear()
     slow = ServiceModel(step_seconds=1e12)
-    assert served(rows[:1], ["watched"], service=slow)["watched"].finished == 1
+    assert served(rows[:1], ["vtensor"], service=slow)["vtensor"].finished == 1
     assert [timeout for timeout, *_ in seen] == [60.0, 60.0], "no longer than that"
 
 

@@ -1,10 +1,10 @@
-"""The memory managers that a replay compares, each with the same amount of memory, and their schedulers."""
+"""The memory managers that a replay compares, each with the same amount of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,7 +17,6 @@ from vtensor.replay.baselines import ReplayCache, StaticCache
 from vtensor.replay.paged import PagedCache
 from vtensor.replay.radix import RadixCache
 from vtensor.replay.shapes import ModelShape
-from vtensor.serving import Promises, Scheduler
 
 Driver = Literal["host", "simulated"]
 
@@ -105,52 +104,20 @@ def _vtensor(server: Server) -> Iterator[ReplayCache]:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """The inputs of a policy's scheduler.
-
-    Args:
-        token_budget: tokens of an iteration.
-        clock: simulated seconds.
-        promises: the promises to the requests.
-    """
-
-    token_budget: int
-    clock: Callable[[], float]
-    promises: Promises
-
-
-Schedule = Callable[[ReplayCache, Terms], Scheduler]
-"""Makes the scheduler of a cache."""
-
-
-def first_come(cache: ReplayCache, terms: Terms) -> Scheduler:
-    """First come, first served, with prompts in pieces beside the decoding requests."""
-    return Scheduler(cache, token_budget=terms.token_budget, clock=terms.clock)
-
-
-def _whole_prompts(cache: ReplayCache, terms: Terms) -> Scheduler:
-    """As :func:`first_come`, with a token budget for the longest prompt beside a token of every slot."""
-    budget = max(terms.token_budget, cache.max_len + cache.max_batch)
-    return first_come(cache, replace(terms, token_budget=budget))
-
-
-def _layerkv(cache: ReplayCache, terms: Terms) -> Scheduler:
-    """As :func:`first_come`, but requests with long answers may leave for prompts that find no room."""
-    return Scheduler(cache, token_budget=terms.token_budget, clock=terms.clock, promises=terms.promises)
-
-
-@dataclass(frozen=True)
 class Policy:
-    """A memory manager and its scheduler.
+    """A memory manager, and how requests are scheduled in it: first come, first served, with prompts in
+    pieces beside the decoding requests.
 
     Args:
         open: opens the manager.
-        schedule: makes its scheduler.
+        whole_prompts: whether the token budget has room for the longest prompt beside a token of every slot.
+        keeps_promises: whether requests with long answers may leave for prompts that find no room.
         opt_in: whether a replay leaves it out unless it is named.
     """
 
     open: Callable[[Server], AbstractContextManager[ReplayCache]]
-    schedule: Schedule = first_come
+    whole_prompts: bool = False
+    keeps_promises: bool = False
     opt_in: bool = False
 
 
@@ -159,8 +126,8 @@ POLICIES = {
     "paged": Policy(lambda s: nullcontext(PagedCache(s.tokens // 16, s.max_batch, s.max_len))),
     "static": Policy(lambda s: nullcontext(StaticCache(s.tokens, s.max_batch, s.max_len))),
     "ideal": Policy(lambda s: nullcontext(RadixCache(s.tokens, s.max_batch, s.max_len))),
-    "whole": Policy(_vtensor, _whole_prompts, opt_in=True),
-    "layerkv": Policy(_vtensor, _layerkv, opt_in=True),
+    "whole": Policy(_vtensor, whole_prompts=True, opt_in=True),
+    "layerkv": Policy(_vtensor, keeps_promises=True, opt_in=True),
 }
 """``vtensor``: :class:`vtensor.KVCache`. ``paged``: tables of 16-token frames with prefix reuse. ``static``:
 a slot of the largest length for each request. ``ideal``: no waste, and a radix cache of 16-token units.

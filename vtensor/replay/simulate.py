@@ -14,9 +14,9 @@ from vtensor._base.quantile import quantile
 from vtensor.errors import InvalidArgument, TimedOut
 from vtensor.kv import KVCache
 from vtensor.replay.baselines import ReplayCache
-from vtensor.replay.policies import POLICIES, Terms, first_come
+from vtensor.replay.policies import POLICIES
 from vtensor.replay.traces import Row
-from vtensor.serving import Plan, Promises, Request, SampleGroup
+from vtensor.serving import Plan, Promises, Request, SampleGroup, Scheduler
 
 SLO_TTFT = 3.0
 """The default promise: seconds to the first token."""
@@ -199,8 +199,11 @@ class _Replay:
         self.service, self.speed, self.promises = service, speed, promises
         self.pool = cache.pool if isinstance(cache, KVCache) else None
         self.now = 0.0
-        schedule = POLICIES[policy].schedule if policy in POLICIES else first_come
-        self.scheduler = schedule(cache, Terms(token_budget, lambda: self.now, promises))
+        way = POLICIES.get(policy)
+        if way is not None and way.whole_prompts:
+            token_budget = max(token_budget, cache.max_len + cache.max_batch)
+        kept = promises if way is not None and way.keeps_promises else None
+        self.scheduler = Scheduler(cache, token_budget=token_budget, clock=lambda: self.now, promises=kept)
         self.next_row = 0
         self.rejected = 0
         self.delays: list[float] = []
