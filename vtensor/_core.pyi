@@ -92,6 +92,9 @@ class PagePool:
     def page_size(self) -> int: ...
 
     @property
+    def granularity(self) -> int: ...
+
+    @property
     def looks_ahead(self) -> bool: ...
 
     @property

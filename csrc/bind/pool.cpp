@@ -153,6 +153,7 @@ void bind_pool(nb::module_& module) {
 
   nb::class_<PagePool>(module, "PagePool")
       .def_prop_ro("page_size", &PagePool::page_size)
+      .def_prop_ro("granularity", [](PagePool& pool) { return pool.traits().granularity; })
       .def_prop_ro("looks_ahead", &PagePool::looks_ahead)
       .def_prop_ro("budget_pages", [](PagePool& pool) { return pool.store().budget(); })
       .def_prop_ro("kernel_copies_on_write",

@@ -231,6 +231,13 @@ def end_of(code: str):
     ).check()
 
 
+def test_the_smallest_page_is_the_devices():
+    with device(granularity=8192):
+        pool = testing.simulated_cuda_pool(simcuda_library(), page_size=16384)
+        assert (pool._core.granularity, pool.page_size) == (8192, 16384)
+        pool.close()
+
+
 def test_the_leak_report_sees_a_leak():
     finished = end_of(
         "import ctypes; r = ctypes.c_uint64(); "

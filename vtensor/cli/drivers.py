@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,20 +32,16 @@ class Driver:
 
 def drivers() -> list[Driver]:
     """The host's driver, and one for each GPU. Without a GPU, one whose ``detail`` says why."""
-    host = _driver("cpu", lambda: ("memfd and mmap", max(4096, os.sysconf("SC_PAGE_SIZE"))))
-    gpus = [
-        _driver(f"cuda:{i}", lambda i=i: (torch.cuda.get_device_name(i), granularity(i)))  # type: ignore[misc]
-        for i in range(torch.cuda.device_count())
-    ]
+    found = [_driver(device) for device in ("cpu", *map("cuda:{}".format, range(torch.cuda.device_count())))]
     missing = [] if torch.cuda.is_available() else [Driver("cuda", False, _why_no_cuda())]
-    return [host, *gpus, *missing]
+    return found + missing
 
 
-def _driver(device: str, describe: Callable[[], tuple[str, int | None]]) -> Driver:
+def _driver(device: str) -> Driver:
     try:
         with _pool(device) as pool:
-            detail, smallest = describe()
-            sharing = pool.stats().sharing
+            detail = "memfd and mmap" if device == "cpu" else torch.cuda.get_device_name(pool.device)
+            smallest, sharing = pool._open_core("info").granularity, pool.stats().sharing
             return Driver(device, True, detail, smallest, pool.page_size, pool.budget, sharing)
     except vtensor.VTensorError as error:
         return Driver(device, False, str(error))
@@ -68,35 +62,6 @@ def _why_no_cuda() -> str:
     if torch.version.cuda is None:
         return "libcuda.so.1 is there, this torch is built without CUDA: install a CUDA build of torch"
     return "libcuda.so.1 is there, torch finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
-
-
-class _AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp of cuda.h."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location_type", ctypes.c_int),
-        ("location", ctypes.c_int),
-        ("win32", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-def granularity(index: int, library: str = "libcuda.so.1") -> int | None:
-    """The smallest page size of a GPU, in bytes; None if libcuda does not report it."""
-    pinned = device = 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE
-    minimum = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    try:
-        libcuda = ctypes.CDLL(library)
-        size = ctypes.c_size_t()
-        asked = _AllocationProperties(type=pinned, location_type=device, location=index)
-        refused = libcuda.cuInit(0) or libcuda.cuMemGetAllocationGranularity(
-            ctypes.byref(size), ctypes.byref(asked), minimum
-        )
-    except (OSError, AttributeError):
-        return None
-    return None if refused else size.value
 
 
 @dataclass(frozen=True)
