@@ -14,7 +14,6 @@ from vtensor._base import starting as _starting  # noqa: F401 - before torch is 
 # isort: split
 from vtensor import errors, together, trace
 from vtensor._base.faults import explain_faults
-from vtensor._base.notebook import draw_with as _draw_with
 from vtensor._torch import variants as _variants  # noqa: F401 - registers the tensors' classes
 from vtensor._torch.memory import adopt, memory
 from vtensor.arena import Arena, ArenaStats
@@ -37,14 +36,6 @@ from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, 
 
 __version__ = "0.2.0"
 
-
-def _draw(shown: object) -> dict[str, str]:
-    from vtensor._pictures.html import bundle  # only notebooks need it
-
-    return bundle(shown)
-
-
-_draw_with(_draw)
 
 # Public modules that are imported by name.
 _BY_NAME = {"attention", "integrations", "plot", "serving", "testing"}

@@ -9,7 +9,7 @@ import torch
 
 from vtensor import _core
 from vtensor._base.arguments import choice, device_of, integer, items, of_type, tag_of
-from vtensor._base.notebook import bundle
+from vtensor._base.notebook import Drawn
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
@@ -27,7 +27,7 @@ _MOST_POSITIONS = 2**62
 _QUANTIZED = frozenset([torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4])
 
 
-class VTensor(torch.Tensor):
+class VTensor(torch.Tensor, Drawn):
     """A ``torch.Tensor`` that grows and shrinks in place, at the same address, without a copy.
 
     It owns a reserved range of addresses and borrows physical pages from a :class:`~vtensor.Pool`. The
@@ -355,12 +355,6 @@ class VTensor(torch.Tensor):
             return str(alias)
 
     __format__ = object.__format__  # torch's refuses closed tensors
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(self)
-
-    def _repr_html_(self) -> str:
-        return self._repr_mimebundle_()["text/html"]
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]

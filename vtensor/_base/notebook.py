@@ -1,33 +1,18 @@
-"""The hook through which tensors, pools and caches draw themselves in notebooks.
-
-vtensor/__init__.py registers the function that draws, so only notebooks import the drawing code.
-"""
+"""How tensors, pools and caches show themselves in notebooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-Draw = Callable[[object], dict[str, str]]
-
-_draw: Draw
-
-
-def draw_with(draw: Draw) -> None:
-    """Makes :func:`bundle` call ``draw``."""
-    global _draw
-    _draw = draw
-
-
-def bundle(shown: object) -> dict[str, str]:
-    """``text/plain`` and ``text/html``, for IPython's ``_repr_mimebundle_``."""
-    return _draw(shown)
+import importlib
 
 
 class Drawn:
     """An object that notebooks draw."""
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(self)
+        """``text/plain`` and ``text/html``, for IPython."""
+        # By name: only notebooks need it, and it stands on all that it draws.
+        drawn: dict[str, str] = importlib.import_module("vtensor._pictures.html").bundle(self)
+        return drawn
 
     def _repr_html_(self) -> str:
-        return bundle(self)["text/html"]
+        return self._repr_mimebundle_()["text/html"]
