@@ -129,7 +129,7 @@ def test_an_arena_shows_its_range_in_lines(pool):
     assert words(arena._repr_mimebundle_()["text/html"]).startswith("vtensor.Arena, closed")
 
 
-def test_a_cache_shows_its_slots():
+def test_a_cache_shows_its_slots(host):
     stats = SimpleNamespace(
         tokens=2090,
         slots_used=3,
@@ -143,8 +143,8 @@ def test_a_cache_shows_its_slots():
         pages_cached=10,
         prefix_tokens=64,
     )
-    cache = SimpleNamespace(stats=lambda: stats, lengths=[1000, 0, 90, 1000], closed=False)
-    html = drawing.cache_bundle(cache)["text/html"]
+    cache = SimpleNamespace(stats=lambda: stats, lengths=[1000, 0, 90, 1000])
+    html = drawing._cache(cache)["text/html"]
     pages_strip, *slots = strips(html)
     assert pages_strip.get("aria-label") == "pages in use: 70 of one slot, 16 shared, 10 cached, of 96 pages"
     assert [slot.get("aria-label") for slot in slots] == [
@@ -153,8 +153,9 @@ def test_a_cache_shows_its_slots():
         "slot 3: 1,000 tokens, 32 pages deep",
     ]
     assert "2,090 tokens in 3 of 4 slots" in words(html) and "(50.0% more)" in words(html)
-    cache.closed = True
-    assert "closed" in words(drawing.cache_bundle(cache)["text/html"])
+    closed = vtensor.KVCache(1, 1, 32, max_batch=1, max_len=8, pool=host)
+    closed.close()
+    assert words(closed._repr_html_()).startswith("vtensor.KVCache, closed")
 
 
 def test_a_large_tensor_stays_a_small_picture(pool_factory):

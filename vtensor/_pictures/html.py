@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from html import escape
 from itertools import groupby
-from typing import Any
 
 from vtensor._base.units import byte_text
 from vtensor._pictures.pages import COLOURS, MEANINGS, PageRun, TensorPages, cells, pages_of, pages_of_arena
@@ -45,41 +44,44 @@ _STYLE = (
 ).replace("DARK", "--vt-text:#e6edf3;--vt-faint:#9da7b1;--vt-empty:#2b3137;--vt-line:#545d66")
 
 
-@singledispatch
-def bundle(shown: object) -> dict[str, str]:
+def bundle(shown: VTensor | Pool | Arena | KVCache) -> dict[str, str]:
     """The ``text/plain`` and ``text/html`` of an object."""
+    kind = next(kind for kind in (VTensor, Pool, Arena, KVCache) if isinstance(shown, kind))
+    name = kind.__name__ if kind is VTensor else f"vtensor.{kind.__name__}"
+    try:
+        if shown.closed and not isinstance(shown, Pool):
+            raise Closed
+        return _picture(shown)
+    except Closed:  # another thread may have closed it
+        return _bundle(f"{name}, closed", "its pages and addresses were given back")
+    except VTensorError as error:
+        return _bundle(name, str(error))
+
+
+@singledispatch
+def _picture(shown: object) -> dict[str, str]:
     raise NotImplementedError(f"nothing draws a {type(shown).__name__}")
 
 
-@bundle.register(VTensor)
-def tensor_bundle(tensor: VTensor) -> dict[str, str]:
+@_picture.register(VTensor)
+def _tensor(tensor: VTensor) -> dict[str, str]:
     """A VTensor: each row's pages by state."""
-    try:
-        if tensor.closed:
-            return _closed("VTensor")
-        pages = pages_of(tensor)
-        shape = "[" + ", ".join(map(str, tensor.shape)) + "]"
-        name = f"VTensor {shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-        facts = (
-            f"{tensor.length:,} of {tensor.capacity:,} positions along dim {tensor.grow_dim}, "
-            f"{byte_text(tensor.numel() * tensor.element_size())} of data, "
-            f"{byte_text(tensor.nbytes_mapped)} mapped in pages of {byte_text(pages.page_size)}, "
-            f"{byte_text(tensor.nbytes_reserved)} of addresses"
-        )
-    except Closed:  # another thread closed it
-        return _closed("VTensor")
-    except VTensorError as error:
-        return _refused("VTensor", error)
+    pages = pages_of(tensor)
+    shape = "[" + ", ".join(map(str, tensor.shape)) + "]"
+    name = f"VTensor {shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    facts = (
+        f"{tensor.length:,} of {tensor.capacity:,} positions along dim {tensor.grow_dim}, "
+        f"{byte_text(tensor.numel() * tensor.element_size())} of data, "
+        f"{byte_text(tensor.nbytes_mapped)} mapped in pages of {byte_text(pages.page_size)}, "
+        f"{byte_text(tensor.nbytes_reserved)} of addresses"
+    )
     return _bundle(name, facts, _tensor_strips(pages), _tensor_key(pages))
 
 
-@bundle.register(Pool)
-def pool_bundle(pool: Pool) -> dict[str, str]:
+@_picture.register(Pool)
+def _pool(pool: Pool) -> dict[str, str]:
     """A Pool: its budget, and what is mapped."""
-    try:
-        stats = pool.stats()
-    except VTensorError as error:
-        return _refused("vtensor.Pool", error)
+    stats = pool.stats()
     size = stats.page_size
     state = ", closed" if pool.closed else ""
     if stats.nbytes_asleep:
@@ -99,15 +101,10 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
     return _bundle(name, facts, drawn, _key(mapped))
 
 
-@bundle.register(Arena)
-def arena_bundle(arena: Arena) -> dict[str, str]:
+@_picture.register(Arena)
+def _arena(arena: Arena) -> dict[str, str]:
     """An Arena: its range in lines, each page by state."""
-    try:
-        stats, pages = arena.stats(), pages_of_arena(arena, _MOST_STRIPS)
-    except Closed:
-        return _closed("vtensor.Arena")
-    except VTensorError as error:
-        return _refused("vtensor.Arena", error)
+    stats, pages = arena.stats(), pages_of_arena(arena, _MOST_STRIPS)
     facts = (
         f"{byte_text(stats.nbytes_mapped)} mapped of {byte_text(stats.nbytes_reserved)} of addresses, "
         f"in pages of {byte_text(stats.page_size)}"
@@ -116,16 +113,10 @@ def arena_bundle(arena: Arena) -> dict[str, str]:
     return _bundle("vtensor.Arena", facts, _tensor_strips(pages, "line"), key)
 
 
-@bundle.register(KVCache)
-def cache_bundle(cache: Any) -> dict[str, str]:
+@_picture.register(KVCache)
+def _cache(cache: KVCache) -> dict[str, str]:
     """A KVCache: its memory, and each slot's tokens."""
-    if getattr(cache, "closed", False):
-        return _closed("vtensor.KVCache")
-    try:
-        stats, lengths = cache.stats(), list(cache.lengths)
-    except VTensorError as error:
-        return _refused("vtensor.KVCache", error)
-    name = "vtensor.KVCache"
+    stats, lengths = cache.stats(), cache.lengths
     facts = (
         f"{stats.tokens:,} tokens in {stats.slots_used} of {stats.slots_used + stats.slots_free} slots, "
         f"{byte_text(stats.nbytes_mapped)} mapped for {byte_text(stats.nbytes_live)} of data "
@@ -139,7 +130,7 @@ def cache_bundle(cache: Any) -> dict[str, str]:
         ("cached", stats.pages_cached, COLOURS["cached"]),
     ]
     drawn = _proportions("pages in use", parts) + _key(parts)
-    return _bundle(name, facts, drawn, _slots(lengths, max(1, stats.page_tokens)))
+    return _bundle("vtensor.KVCache", facts, drawn, _slots(lengths, max(1, stats.page_tokens)))
 
 
 # -- parts of the pictures
@@ -151,14 +142,6 @@ def _bundle(name: str, facts: str, *drawn: str) -> dict[str, str]:
         f'<div class="vt-faint">{escape(facts)}</div>{"".join(drawn)}</div>'
     )
     return {"text/plain": f"<{name}: {facts}>", "text/html": html}
-
-
-def _closed(name: str) -> dict[str, str]:
-    return _bundle(f"{name}, closed", "its pages and addresses were given back")
-
-
-def _refused(name: str, error: VTensorError) -> dict[str, str]:
-    return _bundle(name, str(error))
 
 
 def _states(active: str, stats: PoolStats | ArenaStats) -> list[tuple[str, int, str]]:
