@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -13,6 +12,7 @@ from support import run_command
 from test_replay_traces import TRACES, azure, mooncake
 from vtensor import InvalidArgument, Pool, TimedOut
 from vtensor._base.terminal import Progress
+from vtensor.cli import main
 from vtensor.replay import (
     MODELS,
     POLICIES,
@@ -22,7 +22,6 @@ from vtensor.replay import (
     Server,
     ServiceModel,
     StaticCache,
-    cli,
     default_layer_group,
     model_shape,
     open_cache,
@@ -358,9 +357,7 @@ def test_wrong_arguments(tmp_path, capsys, arguments, what):
 
 
 def run_here(*arguments):
-    parser = argparse.ArgumentParser()
-    cli.add_parser(parser.add_subparsers())
-    return cli.main(parser.parse_args(["replay", *map(str, arguments)]))
+    return main(["replay", *map(str, arguments)])
 
 
 def test_the_picture_shows_what_users_feel(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from contextlib import nullcontext
 from itertools import pairwise
@@ -21,12 +20,12 @@ from vtensor.allocations import (
     ExpandableAllocator,
     NativeAllocator,
     StitchedAllocator,
-    cli,
     device_needed,
     read_allocations,
     replay_allocations,
     write_plain,
 )
+from vtensor.cli import main
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -334,9 +333,7 @@ def test_the_recorder_records(way: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def command(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    return cli.main(parser.parse_args(list(words)))
+    return main(["replay-allocations", *words])
 
 
 @pytest.fixture

@@ -1,13 +1,10 @@
-"""What commands write to a terminal: tables, the progress of long work, and their errors."""
+"""What commands write to a terminal: tables, and the progress of long work."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-
-from vtensor.errors import InvalidArgument, VTensorError
 
 
 class Progress:
@@ -37,17 +34,6 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         if self._shown and self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr)
-
-
-def exit_status(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
-    """Runs a command and returns its exit status: 0, or 2 for invalid arguments, or 1 for other errors of
-    vtensor. Prints the error to stderr."""
-    try:
-        run(arguments)
-    except VTensorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InvalidArgument) else 1
-    return 0
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vtensor._base.terminal import Progress, exit_status
+from vtensor._base.terminal import Progress
 from vtensor.allocations.formats import read_allocations
 from vtensor.allocations.models import MODELS
 from vtensor.allocations.real import real
@@ -25,13 +25,10 @@ is mapped, except with --allocator vtensor, and no device is needed."""
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command to those of ``python -m vtensor``."""
     parser = subparsers.add_parser(
-        "replay-allocations", help="the smallest device for recorded allocations, by allocator"
+        "replay-allocations",
+        help="the smallest device for recorded allocations, by allocator",
+        description=_DESCRIPTION,
     )
-    add_arguments(parser)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = _DESCRIPTION
     parser.add_argument(
         "traces",
         metavar="TRACE",
@@ -54,12 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="also draw a picture (.png, .svg, ...)")
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit status."""
-    return exit_status(_run, arguments)
-
-
-def _run(arguments: argparse.Namespace) -> None:
+def main(arguments: argparse.Namespace) -> None:
+    """Runs the command."""
     traces = {path: read_allocations(path, arguments.device) for path in arguments.traces}
     comparisons = []
     with Progress() as progress:

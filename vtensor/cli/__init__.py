@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from vtensor._base import starting
-from vtensor.errors import VTensorError
+from vtensor.errors import InvalidArgument, VTensorError
 
 PIPE_CLOSED = 141  # SIGPIPE
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
     except VTensorError as error:
         _print_error(f"error: {error}")
-        return 1
+        return 2 if isinstance(error, InvalidArgument) else 1
 
 
 def _run(arguments: list[str]) -> int:
@@ -77,7 +77,7 @@ def _run(arguments: list[str]) -> int:
         "demo": _demo,
         "bench": lambda options, rest: _imported("cli.bench").main(rest),
         "replay": lambda options, rest: _imported("replay.cli").main(options) or 0,
-        "replay-allocations": lambda options, rest: _imported("allocations.cli").main(options),
+        "replay-allocations": lambda options, rest: _imported("allocations.cli").main(options) or 0,
     }
     return runs[options.command](options, rest)
 
@@ -91,8 +91,7 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
     try:
         demo = _imported("integrations.demo")
     except ModuleNotFoundError as missing:
-        _print_error(f"error: the demo needs {missing.name}: pip install 'vtensor[demo]'")
-        return 1
+        raise VTensorError(f"[demo] it needs {missing.name}: pip install 'vtensor[demo]'") from missing
     status: int = demo.main(rest)
     return status
 

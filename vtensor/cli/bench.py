@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import vtensor
+from vtensor.errors import VTensorError
 
 
 def checkout() -> Path | None:
@@ -19,12 +20,10 @@ def main(arguments: list[str]) -> int:
     """Runs ``python -m benchmarks`` with these arguments. Returns the exit status."""
     sources = checkout()
     if sources is None:
-        print(
-            "error: the benchmarks are not part of the installed package: run `make bench` in a checkout of "
-            "vtensor, or this command after `pip install -e .` there",
-            file=sys.stderr,
+        raise VTensorError(
+            "[bench] the benchmarks are not part of the installed package: run `make bench` in a checkout of "
+            "vtensor, or this command after `pip install -e .` there"
         )
-        return 1
     sys.path.insert(0, str(sources))
     benchmarks = importlib.import_module("benchmarks.__main__")
     status: int = benchmarks.main(arguments, prog="python -m vtensor bench")

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from vtensor._base.terminal import Progress, exit_status
+from vtensor._base.terminal import Progress
 from vtensor.errors import InvalidArgument
 from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
 from vtensor.replay.report import picture, table, to_json
@@ -33,13 +33,10 @@ Its page size and token size are scaled down by one factor, so all counts are th
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command to those of ``python -m vtensor``."""
-    parser = subparsers.add_parser("replay", help="serve a trace with several memory managers")
-    add_arguments(parser)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser = subparsers.add_parser(
+        "replay", help="serve a trace with several memory managers", description=_DESCRIPTION
+    )
     service = ServiceModel()
-    parser.description = _DESCRIPTION
     parser.add_argument("trace", metavar="TRACE", help="an Azure .csv or a Mooncake .jsonl file")
     parser.add_argument(
         "--model", default="llama-3-8b", help=f"{', '.join(MODELS)}, or LAYERSxKV_HEADSxHEAD_DIM"
@@ -107,12 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="also draw a picture (.png, .svg, ...)")
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit status."""
-    return exit_status(_run, arguments)
-
-
-def _run(arguments: argparse.Namespace) -> None:
+def main(arguments: argparse.Namespace) -> None:
+    """Runs the command."""
     rows = read_trace(arguments.trace, _within("--limit", arguments.limit, 1))
     server = _server(arguments, rows)
     if server.driver == "simulated":  # read when the library is loaded; by default that of a device
