@@ -44,9 +44,7 @@ def simulated_cuda_pool(
         )
     if not isinstance(library, (str, os.PathLike)):
         raise InvalidArgument(f"[simulated_cuda_pool] library is a {type(library).__name__}: give a path")
-    device = integer("simulated_cuda_pool", "device", device)
-    if not 0 <= device < 2**31:
-        raise InvalidArgument(f"[simulated_cuda_pool] device is {device}: give the number of one, from 0")
+    device = integer("simulated_cuda_pool", "device", device, 0, 2**31 - 1)
     core = _core.cuda_pool(
         device,
         page_size=checked_page_size(page_size),

@@ -14,7 +14,7 @@ from vtensor._base.notebook import Drawn
 from vtensor._base.processes import Closes
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import whole_storage
-from vtensor.errors import Closed, InvalidArgument
+from vtensor.errors import Closed
 from vtensor.pool import Pool, default_pool
 
 __all__ = ["Arena", "ArenaStats"]
@@ -82,9 +82,7 @@ class Arena(Closes, Drawn):
     def __init__(
         self, nbytes: int, *, pool: Pool | None = None, zeros: bool = False, tag: str = "kv"
     ) -> None:
-        nbytes = integer("Arena", "nbytes", nbytes)
-        if nbytes < 1:
-            raise InvalidArgument(f"[Arena] nbytes is {nbytes}: it must be at least 1")
+        nbytes = integer("Arena", "nbytes", nbytes, 1)
         self._sleeps_as = tag_of("Arena", tag)
         self._pool = default_pool() if pool is None else of_type("Arena", "pool", pool, Pool)
         if zeros:

@@ -105,9 +105,7 @@ class KVCache(Closes, Drawn):
         max_batch = size_of("max_batch", max_batch)
         max_len = size_of("max_len", max_len)
         tile = size_of("tile", tile)
-        lookahead = integer("KVCache", "lookahead", lookahead)
-        if not 0 <= lookahead <= max_len:
-            raise InvalidArgument(f"[KVCache] lookahead is {lookahead}: give 0 to max_len tokens")
+        lookahead = integer("KVCache", "lookahead", lookahead, 0, max_len)
         dtype = of_type(
             "KVCache", "dtype", torch.get_default_dtype() if dtype is None else dtype, torch.dtype
         )
@@ -172,7 +170,7 @@ class KVCache(Closes, Drawn):
             NoFreeSlot: ``max_batch`` requests are in the cache.
             DriverError, Closed: nothing was changed.
         """
-        expect = self._count("KVCache.alloc", "expect", expect)
+        expect = integer("KVCache.alloc", "expect", expect, 0, _MOST)
         ids = None if tokens is None else token_ids("KVCache.alloc", tokens)
         return CacheCore.alloc(self._core, expect, ids, checked_salt("KVCache.alloc", salt), bool(deferred))
 
@@ -286,7 +284,7 @@ class KVCache(Closes, Drawn):
             InvalidArgument: it has fewer, or windowed layers have given back tokens that they would see.
         """
         slot = self._slot("KVCache.truncate", slot)
-        length = self._count("KVCache.truncate", "length", length)
+        length = integer("KVCache.truncate", "length", length, 0, _MOST)
         CacheCore.truncate(self._core, slot, length, stream_handle("KVCache.truncate", stream))
 
     def length(self, slot: int, band: int | None = None) -> int:
@@ -397,7 +395,7 @@ class KVCache(Closes, Drawn):
                 handles of their own first.
         """
         slot = self._slot("KVCache.fork", slot)
-        n = self._count("KVCache.fork", "n", n)
+        n = integer("KVCache.fork", "n", n, 0, _MOST)
         return CacheCore.fork(self._core, slot, n, stream_handle("KVCache.fork", stream))
 
     def reorder(
@@ -457,8 +455,8 @@ class KVCache(Closes, Drawn):
             OutOfPages: nothing was changed.
         """
         slot = self._slot("KVCache.unshare", slot)
-        start = self._count("KVCache.unshare", "start", start)
-        CacheCore.unshare(self._core, slot, start, self._count("KVCache.unshare", "stop", stop))
+        start = integer("KVCache.unshare", "start", start, 0, _MOST)
+        CacheCore.unshare(self._core, slot, start, integer("KVCache.unshare", "stop", stop, 0, _MOST))
 
     def record_stream(self, stream: Stream | None = None) -> None:
         """Notes that work in ``stream`` uses the slots, as :meth:`step` notes the current one. Pages that the
@@ -625,7 +623,7 @@ class KVCache(Closes, Drawn):
     def _layer(self, operation: str, layer: int) -> int:
         if self._core.closed:
             raise Closed(f"[{operation}] the cache is closed: make a new one")
-        number = self._count(operation, "layer", layer)
+        number = integer(operation, "layer", layer, 0, _MOST)
         if number >= len(self):
             raise InvalidArgument(f"[{operation}] layer {number}: the cache has layers 0 to {len(self) - 1}")
         return number
@@ -654,21 +652,12 @@ class KVCache(Closes, Drawn):
         if bands is None:
             return []
         given = items(operation, "bands", bands, "their numbers, such as [0]")
-        numbers = [self._count(operation, "a band", band) for band in given]
+        numbers = [integer(operation, "a band", band, 0, _MOST) for band in given]
         if not numbers or max(numbers) >= len(self._layout.bands):
             raise InvalidArgument(
                 f"[{operation}] bands is {numbers}: name some of 0 to {len(self._layout.bands) - 1}"
             )
         return numbers
-
-    def _count(self, operation: str, name: str, value: int) -> int:
-        try:
-            number = index(value)
-        except TypeError:
-            raise InvalidArgument(f"[{operation}] {name} is {value!r}: give an integer") from None
-        if not 0 <= number < _MOST:
-            raise InvalidArgument(f"[{operation}] {name} is {number}: it must be at least 0, and below 2**62")
-        return number
 
     _registered: object = None  # the pool's way to this cache
     _last_places: tuple[Runs, tuple[torch.Tensor, torch.Tensor]] | None = None

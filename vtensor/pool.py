@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import byte_count, choice, device_of, number, tag_of
+from vtensor._base.arguments import byte_count, choice, device_of, seconds, tag_of
 from vtensor._base.notebook import Drawn
 from vtensor._base.processes import Closes
 from vtensor._base.units import Bytes
@@ -26,7 +26,6 @@ from vtensor._pool.sleep import Image, Sleeper, contents_of, fall_asleep, forget
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
 _MOST_BYTES = 2**62
-_MOST_SECONDS = 10**9
 _PREFETCH = 64 << 20
 _CLOSE_SECONDS = 10.0
 _FAREWELL_SECONDS = 0.2
@@ -334,9 +333,7 @@ class Pool(Closes, Drawn):
                 Or an error of the mapper for some tensor, raised once.
             TimedOut: work on the device that may use the pages has not ended.
         """
-        timeout = number("Pool.wait_idle", "timeout", timeout)
-        if not 0 < timeout <= _MOST_SECONDS:
-            raise InvalidArgument(f"[Pool.wait_idle] timeout is {timeout}: it must be above 0 seconds")
+        timeout = seconds("Pool.wait_idle", "timeout", timeout)
         until = time.monotonic() + timeout
         self._core.wait_idle(timeout)
         with _sets_lock:
@@ -657,7 +654,7 @@ def pool_options(
         cache=cache,
         spare=_core.NO_LIMIT if spare is None else _nbytes("spare", spare),
         device_reserve=_nbytes("device_reserve", device_reserve),
-        patience=_seconds("patience", patience),
+        patience=seconds("Pool", "patience", patience),
     )
 
 
@@ -666,15 +663,6 @@ def _nbytes(name: str, value: Bytes) -> int:
     if not 0 <= nbytes <= _MOST_BYTES:
         raise InvalidArgument(f"[Pool] {name} is {nbytes} bytes: it must be at least 0 and fit in memory")
     return nbytes
-
-
-def _seconds(name: str, value: float) -> float:
-    value = number("Pool", name, value)
-    if not 0 < value <= _MOST_SECONDS:
-        raise InvalidArgument(
-            f"[Pool] {name} is {value} seconds: it must be above 0 and below {_MOST_SECONDS}"
-        )
-    return value
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -618,9 +618,7 @@ def _make(
     dim = _checked_dim(shape, grow_dim)
     choice("empty", "when_full", when_full, ("raise", "move"))
     tag = tag_of("empty", tag)
-    capacity = integer("empty", "capacity", capacity)
-    if capacity < 0:
-        raise InvalidArgument(f"[empty] capacity is {capacity}: it must be at least 0")
+    capacity = integer("empty", "capacity", capacity, 0)
     if max(capacity, *map(abs, shape)) > _MOST_POSITIONS:
         raise CapacityExceeded(
             f"[empty] sizes {shape} or capacity {capacity} pass the address space: lower them"

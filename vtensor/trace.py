@@ -174,11 +174,7 @@ def record(capacity: int | None = None) -> Recording:
             does nothing there.
     """
     if capacity is not None:
-        capacity = integer("trace.record", "capacity", capacity)
-        if not 1 <= capacity <= _MOST_EVENTS:
-            raise InvalidArgument(
-                f"[trace.record] capacity is {capacity} events: it must lie between 1 and {_MOST_EVENTS:,}"
-            )
+        capacity = integer("trace.record", "capacity", capacity, 1, _MOST_EVENTS)
     return Recording(capacity)
 
 

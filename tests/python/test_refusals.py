@@ -192,7 +192,7 @@ cache.<alloc([1.5]) | alloc(['a']) | alloc([2**63]) | publish(0, [1.5])> -> is n
 cache.alloc(torch.ones(2, device='meta', dtype=torch.long)) -> tokens is a Tensor without
 cache.alloc([1], salt=[1]) -> salt is a list
 cache.alloc(expect=-1) -> expect is -1
-cache.alloc(expect=2**64) -> below 2
+cache.alloc(expect=2**64) -> expect is 18446744073709551616: it must be at most 4,611
 cache.publish(0, range(11)) -> 11 tokens were given, slot 0 has 10: give those whose K and V are in it
 cache.publish(0, b'1' * 64) -> tokens is a bytes
 cache.publish(0, torch.zeros(2, 2, dtype=torch.long)) -> shape (2, 2)
@@ -204,7 +204,7 @@ cache.write(0, 2, 0, kv, kv) -> slot 2 is swapped out: call swap_in first
 cache.write(0, 4, 0, kv, kv) -> slot 4 is free
 cache.write(0, 6, 0, kv, kv) -> slot 6: the cache has slots 0 to 5
 cache.write(4, 0, 0, kv, kv) -> layer 4: the cache has layers 0 to 3
-cache.write('k', 0, 0, kv, kv) -> layer is 'k': give an integer
+cache.write('k', 0, 0, kv, kv) -> layer is a str: give an integer
 cache.write(0, 0, <-1 | 2**63 | 'x'>, kv, kv) -> starts is
 cache.write(0, [0, 1], [0], kv, kv) -> 2 slots and 1 starts
 cache.write(0, [0, 1], [0, 0], kv, kv) -> 1 tokens for 2 slots: give counts=

@@ -5,6 +5,7 @@ The core checks the arguments that it receives itself (csrc/bind/arguments.h).
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Mapping, Set
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from vtensor.errors import CapacityExceeded, InvalidArgument
 
 T = TypeVar("T")
 
+_MOST_SECONDS = 10**9
+
 
 def of_type(operation: str, name: str, value: object, wanted: type[T]) -> T:
     """`value`, after a check that it is a `wanted`."""
@@ -25,12 +28,16 @@ def of_type(operation: str, name: str, value: object, wanted: type[T]) -> T:
     return value
 
 
-def integer(operation: str, name: str, value: Any) -> int:
-    """`value` as an int."""
+def integer(operation: str, name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
+    """`value` as an int, after a check that it is neither below `least` nor above `most`."""
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise _refusal(operation, name, value, "an integer") from None
+    if least <= number <= most:
+        return number
+    bound = f"at least {least}" if number < least else f"at most {most:,}"
+    raise InvalidArgument(f"[{operation}] {name} is {number}: it must be {bound}")
 
 
 def items(operation: str, name: str, value: Any, wanted: str) -> list[Any]:
@@ -94,6 +101,16 @@ def number(operation: str, name: str, value: Any) -> float:
         return float(value)
     except (OverflowError, TypeError, ValueError):
         raise _refusal(operation, name, value, "a number") from None
+
+
+def seconds(operation: str, name: str, value: Any) -> float:
+    """`value`, a time in seconds, as a float."""
+    time = number(operation, name, value)
+    if not 0 < time <= _MOST_SECONDS:
+        raise InvalidArgument(
+            f"[{operation}] {name} is {time}: it must be above 0 seconds and at most {_MOST_SECONDS:,}"
+        )
+    return time
 
 
 def choice(operation: str, name: str, value: object, choices: Collection[str]) -> str:

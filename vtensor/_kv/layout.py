@@ -177,9 +177,7 @@ def layout_of(
 
 def size_of(name: str, size: int, least: int = 1) -> int:
     """One of a cache's sizes, within its limits."""
-    number = integer("KVCache", name, size)
-    if number < least:
-        raise InvalidArgument(f"[KVCache] {name} is {number}: it must be at least {least}")
+    number = integer("KVCache", name, size, least)
     if number > _MOST:
         raise CapacityExceeded(f"[KVCache] {name} is {number}: it must be at most 2**62")
     return number

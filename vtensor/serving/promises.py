@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import abc
 
-from vtensor._base.arguments import integer, number
+from vtensor._base.arguments import integer, number, seconds
 from vtensor.errors import InvalidArgument
 from vtensor.serving.requests import SampleGroup
 
@@ -33,8 +33,7 @@ class LengthHistogram:
     """
 
     def __init__(self, first: int = 128) -> None:
-        if (first := integer("LengthHistogram", "first", first)) < 1:
-            raise InvalidArgument(f"[LengthHistogram] first is {first}: give at least 1 token")
+        first = integer("LengthHistogram", "first", first, 1)
         self._counts, self._sums = [0] * _BINS, [0] * _BINS
         self._longer = [0.0] * _BINS  # for each bin, the mean of the lengths in the bins after it
         self.observe(first)
@@ -132,8 +131,8 @@ class Promises:
     """
 
     def __init__(self, tpot: float, ttft: float = 3.0, slower: float = 0.05) -> None:
-        self.tpot = _promised("tpot", tpot)
-        self.ttft = _promised("ttft", ttft)
+        self.tpot = seconds("Promises", "tpot", tpot)
+        self.ttft = seconds("Promises", "ttft", ttft)
         self.slower = number("Promises", "slower", slower)
         if not 0 <= self.slower < math.inf:
             raise InvalidArgument(f"[Promises] slower is {slower}: give a part of the time, at least 0")
@@ -224,13 +223,6 @@ class Promises:
         """The tokens that a request gives back in each iteration, if it may end in any of those to come."""
         sequence = group.live[0]
         return sequence.computed / max(1.0, self.lengths.left(sequence.generated))
-
-
-def _promised(name: str, seconds: float) -> float:
-    promised = number("Promises", name, seconds)
-    if not 0 < promised < math.inf:
-        raise InvalidArgument(f"[Promises] {name} is {seconds}: give seconds over 0")
-    return promised
 
 
 def _generated(group: SampleGroup) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from vtensor import _core
 from vtensor._base.arguments import integer, of_type
-from vtensor.errors import DriverError, InvalidArgument, VTensorError
+from vtensor.errors import DriverError, VTensorError
 from vtensor.pool import Pool
 
 
@@ -52,12 +52,8 @@ def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[Refusals]:
         InvalidArgument: ``skip`` or ``refuse`` cannot be a number of calls.
     """
     core = of_type("fail_after", "pool", pool, Pool)._open_core("fail_after")
-    skip, refuse = integer("fail_after", "skip", skip), integer("fail_after", "refuse", refuse)
-    if not 0 <= skip < 2**64 or not 0 <= refuse < 2**64:
-        raise InvalidArgument(
-            f"[fail_after] skip is {skip}, refuse {refuse}: each must be a number of calls, from 0"
-        )
-    core.fail_after(skip, refuse)
+    skip = integer("fail_after", "skip", skip, 0, 2**64 - 1)
+    core.fail_after(skip, integer("fail_after", "refuse", refuse, 0, 2**64 - 1))
     refusals = Refusals(core)
     try:
         yield refusals
