@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import device_of, integer, items, of_type, require_tables, tag_of
+from vtensor._base.arguments import integer, items, of_type, require_tables, tag_of
 from vtensor._base.notebook import Drawn
 from vtensor._base.processes import Closes
 from vtensor._base.streams import Stream, stream_handle
@@ -19,7 +19,7 @@ from vtensor._kv.layout import CacheLayout, layout_of, size_of
 from vtensor._kv.stats import USED, KVCacheStats, count
 from vtensor._kv.write import Runs, check_batch, checked_salt, checked_states, runs_of, store, token_ids
 from vtensor.errors import Closed, InvalidArgument
-from vtensor.pool import Pool, default_pool
+from vtensor.pool import Pool, pool_of
 
 __all__ = ["KVCache", "KVCacheStats"]
 
@@ -92,14 +92,7 @@ class KVCache(Closes, Drawn):
         tag: str = "kv",
     ) -> None:
         self._sleeps_as = tag_of("KVCache", tag)
-        if pool is None:
-            pool = default_pool(torch.get_default_device() if device is None else device)
-        elif of_type("KVCache", "pool", pool, Pool) and device is not None:
-            on = device_of("KVCache", device)
-            if on.type != pool.device.type or on.index not in (None, pool.device.index or 0):
-                raise InvalidArgument(
-                    f"[KVCache] device is {on} and the pool is on {pool.device}: leave one of them out"
-                )
+        pool = pool_of("KVCache", pool, device)
         if tile is None:
             tile = 256 if pool.device.type == "cuda" else 1
         max_batch = size_of("max_batch", max_batch)

@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import byte_count, choice, device_of, seconds, tag_of
+from vtensor._base.arguments import byte_count, choice, device_of, of_type, seconds, tag_of
 from vtensor._base.notebook import Drawn
 from vtensor._base.processes import Closes
 from vtensor._base.units import Bytes
@@ -248,12 +248,7 @@ class Pool(Closes, Drawn):
 
     @budget.setter
     def budget(self, value: Bytes) -> None:
-        nbytes = byte_count("Pool.budget", "budget", value)
-        if not 0 < nbytes <= _MOST_BYTES:
-            raise InvalidArgument(
-                f"[Pool.budget] {nbytes} bytes asked for: it must hold a page and fit in an address space"
-            )
-        self._open_core("Pool.budget").set_budget(nbytes)
+        self._open_core("Pool.budget").set_budget(_budget("Pool.budget", value))
 
     @property
     def closed(self) -> bool:
@@ -621,13 +616,6 @@ def pool_options(
     shared_budget: str | None = None,
 ) -> _core.PoolOptions:
     """The core's options, from those of :class:`Pool`; ``patience`` is the bound of its waits, in seconds."""
-    limit = 0
-    if budget is not None:
-        limit = byte_count("Pool", "budget", budget)
-        if not 0 < limit <= _MOST_BYTES:
-            raise InvalidArgument(
-                f"[Pool] budget is {limit} bytes: it must hold a page and fit in an address space"
-            )
     if shared_budget is not None:
         named = isinstance(shared_budget, str) and shared_budget.isascii() and shared_budget.isprintable()
         if not named or not shared_budget:
@@ -647,7 +635,7 @@ def pool_options(
     else:
         cache = _nbytes("cache", cache)
     return _core.PoolOptions(
-        budget=limit,
+        budget=0 if budget is None else _budget("Pool", budget),
         shared_budget=shared_budget or "",
         zero=getattr(_core.ZeroPolicy, policy),
         prefetch=prefetch,
@@ -656,6 +644,15 @@ def pool_options(
         device_reserve=_nbytes("device_reserve", device_reserve),
         patience=seconds("Pool", "patience", patience),
     )
+
+
+def _budget(operation: str, budget: Bytes) -> int:
+    nbytes = byte_count(operation, "budget", budget)
+    if not 0 < nbytes <= _MOST_BYTES:
+        raise InvalidArgument(
+            f"[{operation}] budget is {nbytes} bytes: it must hold a page and fit in an address space"
+        )
+    return nbytes
 
 
 def _nbytes(name: str, value: Bytes) -> int:
@@ -701,6 +698,23 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
             _default_pools.pop(device, None)
             pool = _default_pools.setdefault(device, Pool(device))  # a finalizer's, if that was first
         return pool
+
+
+def pool_of(operation: str, pool: Pool | None, device: torch.device | str | int | None) -> Pool:
+    """``pool``, after a check that it is on ``device`` if both are given; else the device's default pool.
+
+    Without either, the device is torch's default device.
+    """
+    if pool is None:
+        return default_pool(torch.get_default_device() if device is None else device)
+    of_type(operation, "pool", pool, Pool)
+    if device is not None:
+        on = device_of(operation, device)
+        if on.type != pool.device.type or on.index not in (None, pool.device.index or 0):
+            raise InvalidArgument(
+                f"[{operation}] device is {on} and the pool is on {pool.device}: leave one of them out"
+            )
+    return pool
 
 
 def open_pools() -> list[Pool]:

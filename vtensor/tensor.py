@@ -8,13 +8,13 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import choice, device_of, integer, items, of_type, tag_of
+from vtensor._base.arguments import choice, integer, items, of_type, tag_of
 from vtensor._base.notebook import Drawn
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
 from vtensor.errors import Asleep, CapacityExceeded, InvalidArgument, VTensorError
-from vtensor.pool import Pool, default_pool
+from vtensor.pool import Pool, pool_of
 
 # VTensor calls these methods through the class. If torch.compile breaks a graph at a method of an extension
 # object, it resumes with a call that has lost the object (torch 2.13).
@@ -595,13 +595,6 @@ def _checked_dim(sizes: Sequence[int], grow_dim: int) -> int:
     return grow_dim % len(sizes)
 
 
-def _same_device(device: torch.device | str | int | None, of_pool: torch.device) -> bool:
-    if device is None:
-        return True
-    asked = device_of("empty", device)
-    return asked.type == of_pool.type and (asked.index is None or asked.index == (of_pool.index or 0))
-
-
 def _make(
     sizes: Sequence[int | Sequence[int]],
     grow_dim: int,
@@ -626,10 +619,7 @@ def _make(
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
         raise InvalidArgument(f"[empty] dtype is {dtype!r}: give a torch.dtype that is not quantized")
-    if pool is None:
-        pool = default_pool(torch.get_default_device() if device is None else device)
-    elif not _same_device(device, of_type("empty", "pool", pool, Pool).device):
-        raise InvalidArgument(f"[empty] device is {device}, the pool's {pool.device}: leave one of them out")
+    pool = pool_of("empty", pool, device)
     core = TensorCore(
         pool=pool._open_core("empty"),
         sizes=list(shape),
