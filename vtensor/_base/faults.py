@@ -52,33 +52,13 @@ def explain_faults(on: bool = True, *, file: _File | int | None = None) -> None:
 
 
 def _descriptor(file: _File | int) -> int:
-    if not hasattr(file, "fileno"):
-        try:
-            number = operator.index(file)
-        except TypeError:
-            raise InvalidArgument(
-                f"[explain_faults] file is a {type(file).__name__}: give a file that is open for writing, or "
-                "its descriptor"
-            ) from None
-    else:
-        try:
-            number = file.fileno()
-        except (OSError, ValueError) as error:
-            raise InvalidArgument(
-                f"[explain_faults] file is {file!r}, which has no descriptor: give one of a file that is open"
-            ) from error
-    if not 0 <= number < 2**31:
-        raise InvalidArgument(
-            f"[explain_faults] file is {number}: give the descriptor of a file that is open"
-        )
     try:
-        writable = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-    except OSError as error:
-        raise InvalidArgument(
-            f"[explain_faults] file is descriptor {number}, which is closed: give one of a file that is open"
-        ) from error
-    if not writable:
-        raise InvalidArgument(
-            f"[explain_faults] file is descriptor {number}, open for reading only: open it for writing"
-        )
-    return number
+        number = operator.index(file) if not hasattr(file, "fileno") else file.fileno()
+        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+            return number
+        why: object = "open for reading only"
+    except (OSError, OverflowError, TypeError, ValueError) as error:
+        why = error
+    raise InvalidArgument(
+        f"[explain_faults] file is {file!r} ({why}): give a file that is open for writing, or its descriptor"
+    )
