@@ -252,15 +252,15 @@ class TensorMachine(RuleBasedStateMachine):
     def shared_pages(self, t: ModelTensor) -> int:
         return sum(record.shared > 1 for record in t.actual.pages())
 
-    def write(self, x: torch.Tensor, data: torch.Tensor, t: ModelTensor, way: str) -> None:
+    def write(self, x: torch.Tensor, data: torch.Tensor, way: str) -> None:
         """Writes the bytes `data` [rows, n, item] into `x` with one of torch's functions."""
-        typed = t.typed(data)
-        if way == "numpy" and t.dtype not in UNKNOWN_TO_NUMPY:
+        typed = data.reshape(-1).view(x.dtype).reshape(x.shape)
+        if way == "numpy" and x.dtype not in UNKNOWN_TO_NUMPY:
             x.numpy()[...] = typed.numpy()
         elif way == "setitem":
             x[...] = typed
-        elif way == "out" and t.dtype is not torch.float8_e4m3fn:
-            torch.index_select(typed, t.grow_dim, torch.arange(typed.shape[t.grow_dim]), out=x)
+        elif way == "out" and x.dtype is not torch.float8_e4m3fn:
+            torch.index_select(typed, 0, torch.arange(typed.shape[0]), out=x)
         else:
             x.copy_(typed)
 
@@ -430,14 +430,20 @@ class TensorMachine(RuleBasedStateMachine):
         self.grow(t, n, lambda: t.actual.append(x), fail, written=data)
 
     @precondition(lambda self: self.tensors)
-    @rule(index=which, amount=amounts(), front=st.booleans(), fail=failures())
-    def shrink(self, index: int, amount: Amount, front: bool, fail: int | None) -> None:
+    @rule(index=which, amount=amounts(), way=st.sampled_from(["end", "front", "truncate"]), fail=failures())
+    def shrink(self, index: int, amount: Amount, way: str, fail: int | None) -> None:
         t = self.tensor(index)
         n = min(self.positions(t, amount), t.length)
-        if self.attempt(t.pool, lambda: t.actual.shrink(n, front=front), fail) is REFUSED:
+
+        def shrink() -> vtensor.VTensor:
+            return (
+                t.actual.truncate(t.length - n) if way == "truncate" else t.actual.shrink(n, way == "front")
+            )
+
+        if self.attempt(t.pool, shrink, fail) is REFUSED:
             return
         t.length -= n
-        if front:
+        if way == "front":
             t.front += n
         if t.length == 0:
             t.front = 0  # an empty tensor has all of its capacity again
@@ -452,17 +458,6 @@ class TensorMachine(RuleBasedStateMachine):
             t.length -= n
             t.front += n
         self.extend(index=index, amount=amount, fail=fail)
-
-    @precondition(lambda self: self.tensors)
-    @rule(index=which, part=st.integers(0, 4), fail=failures())
-    def truncate(self, index: int, part: int, fail: int | None) -> None:
-        t = self.tensor(index)
-        length = t.length * part // 4
-        if self.attempt(t.pool, lambda: t.actual.truncate(length), fail) is REFUSED:
-            return
-        t.length = length
-        if t.length == 0:
-            t.front = 0
 
     @precondition(lambda self: self.tensors)
     @rule(index=which, more=st.integers(0, 3), fail=failures())
@@ -569,7 +564,7 @@ class TensorMachine(RuleBasedStateMachine):
                 t.window().zero_()
         else:
             data = t.new_bytes(t.length, self.seeded())
-            if self.attempt(t.pool, lambda: self.write(t.actual, data, t, way), None) is not REFUSED:
+            if self.attempt(t.pool, lambda: self.write(t.actual, data, way), None) is not REFUSED:
                 t.window().copy_(data)
         assert t.memory.cells is before
 
@@ -588,16 +583,8 @@ class TensorMachine(RuleBasedStateMachine):
             return
         n = view.stop - view.start
         data = family_bytes(t.family, view.memory.rows * n * view.memory.item_bytes, self.seeded())
-        data = data.reshape(view.memory.rows, n, -1)
-        shape = view.actual.shape
-        typed = data.reshape(-1).view(t.dtype).reshape(shape)
-        if way == "numpy" and t.dtype not in UNKNOWN_TO_NUMPY:
-            view.actual.numpy()[...] = typed.numpy()
-        elif way == "setitem":
-            view.actual[...] = typed
-        else:
-            view.actual.copy_(typed)
-        view.window().copy_(data)
+        self.write(view.actual, data, way)
+        view.window().copy_(data.reshape(view.memory.rows, n, -1))
 
     @precondition(lambda self: self.tensors)
     @rule(index=which, how=st.sampled_from(["close", "drop"]), fail=failures())
