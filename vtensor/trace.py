@@ -239,8 +239,10 @@ def _records(events: Sequence[Event], base: int, named: set[tuple[int, int]]) ->
             },
         }
     mapped = 0
-    for end, change in _changes_of_mapping(events):
-        mapped += change
+    changes = [event for event in events if event.what in MAPPED]
+    for event in sorted(changes, key=lambda event: event.time_ns + event.duration_ns):
+        end = event.time_ns + event.duration_ns
+        mapped += MAPPED[event.what] * event.nbytes
         counter = {"name": "bytes mapped since the recording began", "ph": "C", "pid": process, "tid": 0}
         yield {**counter, "ts": (end - base) / 1000, "args": {"bytes": mapped}}
 
@@ -261,15 +263,6 @@ def _event(written: dict[str, Any], base: int) -> Event:
         tensor=int(more["tensor"], 16),
         thread=operator.index(written["tid"]),
         role=more["role"],
-    )
-
-
-def _changes_of_mapping(events: Iterable[Event]) -> list[tuple[int, int]]:
-    """(time, change of mapped bytes) in order of time."""
-    return sorted(
-        (event.time_ns + event.duration_ns, MAPPED[event.what] * event.nbytes)
-        for event in events
-        if event.what in MAPPED
     )
 
 

@@ -25,15 +25,15 @@ class Limit:
     name: str
     value: int | None
     """In ``unit``; None if there is no limit."""
-    used: int | None
-    """The part of it in use now; None if that is unknown."""
     unit: str
-    low: bool
-    """Whether vtensor is likely to reach it."""
     meaning: str
     """What it limits in vtensor."""
     remedy: str
     """How to raise it; empty if there is nothing to do."""
+    low: bool = False
+    """Whether vtensor is likely to reach it."""
+    used: int | None = None
+    """The part of it in use now; None if that is unknown."""
 
 
 def limits(root: Path = Path("/")) -> list[Limit]:
@@ -48,69 +48,62 @@ def limits(root: Path = Path("/")) -> list[Limit]:
     memory, memory_used = _cgroup_memory(root)
     addresses = _resource(resource.RLIMIT_AS)
     file_size = _resource(resource.RLIMIT_FSIZE)
-    locked = _resource(resource.RLIMIT_MEMLOCK)
     descriptors = _resource(resource.RLIMIT_NOFILE)
     listed = [
         Limit(
             "vm.max_map_count",
             mappings,
-            _or_none(lambda: len((proc / "self/maps").read_bytes().splitlines())),
             "mappings",
-            mappings is not None and mappings < _ENOUGH_MAPPINGS,
             "each run of host pages that are neighbours in the pool and in the tensor takes a mapping",
             "sudo sysctl -w vm.max_map_count=1048576, or page_size= of larger pages",
+            low=mappings is not None and mappings < _ENOUGH_MAPPINGS,
+            used=_or_none(lambda: len((proc / "self/maps").read_bytes().splitlines())),
         ),
         Limit(
             "cgroup memory",
             memory,
-            memory_used,
             "bytes",
-            False,
             "host pages count against it, and exceeding it ends the process; budget= stays below",
             "raise memory.max of the cgroup, or --memory of the container",
+            used=memory_used,
         ),
         Limit(
             "address space (ulimit -v)",
             addresses,
-            None,
             "bytes",
-            addresses is not None,
             "reserved addresses count against it, though they cost no memory",
             "ulimit -v unlimited, or a lower capacity=",
+            low=addresses is not None,
         ),
         Limit(
             "vm.overcommit_memory",
             policy,
-            None,
             "",
-            policy == 2,
             "2 also counts memory that is not used yet: shared pages that tensors may write to",
             "sudo sysctl -w vm.overcommit_memory=0" if policy == 2 else "",
+            low=policy == 2,
         ),
         Limit(
             "descriptors (ulimit -n)",
             descriptors,
-            _or_none(lambda: len(os.listdir(proc / "self/fd"))),
             "descriptors",
-            descriptors is not None and descriptors < 256,
             "a host pool keeps one open",
             "ulimit -n 65536",
+            low=descriptors is not None and descriptors < 256,
+            used=_or_none(lambda: len(os.listdir(proc / "self/fd"))),
         ),
         Limit(
             "file size (ulimit -f)",
             file_size,
-            None,
             "bytes",
-            file_size is not None,
             "the pages of a host pool are in a file in memory, which may not grow past it",
             "ulimit -f unlimited",
+            low=file_size is not None,
         ),
         Limit(
             "locked memory (ulimit -l)",
-            locked,
-            None,
+            _resource(resource.RLIMIT_MEMLOCK),
             "bytes",
-            False,
             "vtensor locks none; registering its pages for devices, as RDMA does, locks as much",
             "ulimit -l unlimited, or memlock in /etc/security/limits.conf",
         ),
@@ -120,12 +113,11 @@ def limits(root: Path = Path("/")) -> list[Limit]:
             Limit(
                 "/proc/self/pagemap",
                 0,
-                None,
                 "entries",
-                True,
                 "it cannot be read: nothing says which pages writes have copied since a fork, so a fork "
                 "counts in a host pool's budget as a copy would",
                 "mount /proc, and let a sandbox allow reading it",
+                low=True,
             )
         )
     return listed
