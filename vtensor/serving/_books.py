@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from vtensor.errors import InvalidArgument, NoFreeSlot
 from vtensor.kv import KVCache
-from vtensor.serving._commit import Change, commit
+from vtensor.serving._commit import Change, commit, sets
 from vtensor.serving.plans import slot_of, target
 from vtensor.serving.requests import SampleGroup, Status, TokenSequence
 from vtensor.serving.slots import KVCacheManager
@@ -80,7 +80,7 @@ class Books:
         for group in self.running:
             for sequence in group.holders:
                 lengths[slot_of(sequence)] = self.cache.length(slot_of(sequence))
-        self.note([(setattr, self, "lengths", lengths), (setattr, self, "settled", True)])
+        self.note(sets(self, lengths=lengths, settled=True))
 
     # ------------------------------------------------------------------ from queue to queue
 
@@ -88,8 +88,8 @@ class Books:
         return [
             (self._queue_of(group).remove, group),
             (self.running.insert, bisect(self.running, group.order, key=by_arrival), group),
-            (setattr, group, "status", Status.RUNNING),
             (self.announced.pop, group, None),
+            *sets(group, status=Status.RUNNING),
         ]
 
     def wait(self, group: SampleGroup) -> list[Change]:
@@ -97,13 +97,10 @@ class Books:
         changes: list[Change] = [
             (self._queue_of(group).remove, group),
             (self.waiting.insert, bisect(self.waiting, group.order, key=by_arrival), group),
-            (setattr, group, "status", Status.WAITING),
-            (setattr, group, "left_at", None),
-            (setattr, group, "forked", len(group.live) == 1),
+            *sets(group, status=Status.WAITING, left_at=None, forked=len(group.live) == 1),
         ]
         for sequence in group.live:
-            changes += [(setattr, sequence, name, 0) for name in ("computed", "published")]
-            changes.append((setattr, sequence, "slot", None))
+            changes += sets(sequence, slot=None, computed=0, published=0)
         return changes
 
     def swap_out(self, group: SampleGroup) -> list[Change]:
@@ -119,16 +116,15 @@ class Books:
             *((self.lengths.__setitem__, slot, 0) for slot in slots),
             (self._queue_of(group).remove, group),
             (self.swapped.insert, bisect(self.swapped, group.order, key=by_arrival), group),
-            (setattr, group, "status", Status.SWAPPED),
+            *sets(group, status=Status.SWAPPED),
         ]
 
     def leave(self, group: SampleGroup, status: Status, reason: str) -> list[Change]:
         """Ends a request whose slots are free."""
         return [
             (self._queue_of(group).remove, group),
-            (setattr, group, "status", status),
-            (setattr, group, "reason", reason),
             (self.announced.pop, group, None),
+            *sets(group, status=status, reason=reason),
         ]
 
     def _queue_of(self, group: SampleGroup) -> list[SampleGroup]:
@@ -149,7 +145,7 @@ class Books:
             [
                 (self.announced.__setitem__, group, self.announced.get(group, 0) + 1),
                 (self.lengths.__setitem__, slot, covered),
-                (setattr, group.live[0], "slot", slot),
+                *sets(group.live[0], slot=slot),
             ]
         )
 
@@ -159,8 +155,8 @@ class Books:
         self.note(
             [
                 (self.lengths.__setitem__, slot, 0),
-                (setattr, group.live[0], "slot", None),
                 (self.announced.pop, group, None),
+                *sets(group.live[0], slot=None),
             ]
         )
 
@@ -207,8 +203,7 @@ class Books:
         for sequence in sequences:
             if sequence.slot is not None:
                 self.cache.free(sequence.slot)
-                changes.append((setattr, sequence, "slot", None))
-                changes.append((self.lengths.__setitem__, sequence.slot, 0))
+                changes += [*sets(sequence, slot=None), (self.lengths.__setitem__, sequence.slot, 0)]
         return changes
 
     def share(self, group: SampleGroup) -> None:
@@ -221,14 +216,10 @@ class Books:
             return
         self.changing.append(group)
         lengths = self.lengths.copy()
-        changes: list[Change] = [(setattr, group, "forked", True), (setattr, self, "lengths", lengths)]
+        changes = [*sets(group, forked=True), *sets(self, lengths=lengths)]
         for sequence, slot in zip(others, self.cache.fork(slot_of(first), len(others)), strict=True):
             lengths[slot] = lengths[slot_of(first)]
-            changes += [
-                (setattr, sequence, "slot", slot),
-                (setattr, sequence, "computed", first.computed),
-                (setattr, sequence, "published", first.published),
-            ]
+            changes += sets(sequence, slot=slot, computed=first.computed, published=first.published)
         self.note(changes)
 
     def reorder(self, group: SampleGroup, sources: abc.Sequence[int]) -> list[Change]:
@@ -244,31 +235,24 @@ class Books:
         changes: list[Change] = []
         for sequence, source, slot in zip(live, sources, slots, strict=True):
             lengths[slot] = self.lengths[before[source]]
-            changes += [
-                (setattr, sequence, "slot", slot),
-                (setattr, sequence, "computed", live[source].computed),
-                (setattr, sequence, "published", live[source].published),
-            ]
-        return [*changes, (setattr, self, "lengths", lengths)]
+            of = live[source]
+            changes += sets(sequence, slot=slot, computed=of.computed, published=of.published)
+        return [*changes, *sets(self, lengths=lengths)]
 
     def end_sequences(self, group: SampleGroup, ended: list[TokenSequence]) -> list[Change]:
         """Publishes what ended sequences computed, and frees their slots."""
         self.changing.append(group)  # abandoned now, it would write published pages again
         first, live = group.live[0], [sequence for sequence in group.live if sequence not in ended]
-        changes: list[Change] = [(setattr, group, "live", live)]
+        changes = sets(group, live=live)
         for sequence in ended:
             if sequence.slot is not None:
                 self.publish(sequence, sequence.known)
         if group.forked or not live:
             return [*self.free(group, ended), *changes]
-        changes.append((setattr, group, "forked", len(live) == 1))
+        changes += sets(group, forked=len(live) == 1)
         if first in ended and first.slot is not None:  # the next sequence takes the prompt's only slot
-            changes += [
-                (setattr, live[0], "slot", first.slot),
-                (setattr, live[0], "computed", group.prompt_tokens),
-                (setattr, live[0], "published", first.published),
-                (setattr, first, "slot", None),
-            ]
+            prompt = sets(live[0], slot=first.slot, computed=group.prompt_tokens, published=first.published)
+            changes += [*prompt, *sets(first, slot=None)]
         return changes
 
     def publish(self, sequence: TokenSequence, computed: int) -> None:

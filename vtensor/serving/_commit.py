@@ -21,6 +21,11 @@ def commit(changes: abc.Iterable[Change]) -> None:
     deque(starmap(call, changes), maxlen=0)
 
 
+def sets(target: object, **values: object) -> list[Change]:
+    """Changes that set attributes."""
+    return [(setattr, target, name, value) for name, value in values.items()]
+
+
 def each(function: abc.Callable[..., object], *arguments: abc.Iterable[object]) -> Change:
     """A change that calls ``function`` as often as ``map`` does."""
     return deque(maxlen=0).extend, map(function, *arguments)

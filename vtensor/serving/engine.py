@@ -11,7 +11,7 @@ import torch
 from vtensor._base.arguments import of_type
 from vtensor._base.terminal import Progress
 from vtensor.errors import InvalidArgument
-from vtensor.serving._commit import commit
+from vtensor.serving._commit import commit, sets
 from vtensor.serving.plans import Plan
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_id
 from vtensor.serving.scheduler import Scheduler
@@ -165,7 +165,7 @@ class Engine:
         plan = self._plan
         if plan is not None and plan.ended is not None:
             ended = [_completion(group) for group in plan.cancelled + plan.failed + plan.ended]
-            commit([(self._ended.extend, ended), (setattr, self, "_plan", None)])
+            commit([(self._ended.extend, ended), *sets(self, _plan=None)])
 
 
 def _completion(group: SampleGroup) -> Completion:

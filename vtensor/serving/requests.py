@@ -12,6 +12,7 @@ from operator import index
 from typing import Any, cast
 
 from vtensor.errors import InvalidArgument
+from vtensor.serving._commit import Change, sets
 
 
 def token_id(operation: str, token: object) -> int:
@@ -173,9 +174,9 @@ class SampleGroup:
         self.live = list(self.sequences)
         self.forked = self.request.samples == 1
 
-    def is_back(self, now: float) -> list[tuple[object, ...]]:
+    def is_back(self, now: float) -> list[Change]:
         """The changes that note a return from host memory."""
-        return [(setattr, self, "away", self.time_away(now)), (setattr, self, "left_at", None)]
+        return sets(self, away=self.time_away(now), left_at=None)
 
     def time_away(self, now: float) -> float:
         """Seconds in host memory."""

@@ -15,7 +15,7 @@ from itertools import repeat
 from vtensor._base.arguments import integer, number
 from vtensor.errors import InvalidArgument
 from vtensor.serving._books import Books, by_arrival
-from vtensor.serving._commit import Change, commit, each
+from vtensor.serving._commit import Change, commit, each, sets
 from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, next_piece, slot_of, target
 from vtensor.serving.promises import Promises
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
@@ -120,7 +120,7 @@ class Scheduler:
             [
                 (self._books.groups.__setitem__, request.id, group),
                 (self.waiting.append, group),
-                (setattr, self, "_arrivals", group.order + 1),
+                *sets(self, _arrivals=group.order + 1),
             ]
         )
         return group
@@ -172,15 +172,8 @@ class Scheduler:
             self._admit(plan)
         if plan.work:
             self._books.look_ahead()
-        commit(
-            [
-                (setattr, self, "_began", self._clock()),
-                (setattr, self, "cancelled", []),
-                (setattr, self, "planned", plan),
-                (setattr, self, "_next", Plan()),
-                (setattr, self._books, "settled", True),
-            ]
-        )
+        own = sets(self, _began=self._clock(), cancelled=[], planned=plan, _next=Plan())
+        commit([*own, *sets(self._books, settled=True)])
         return plan
 
     def _advance(self, plan: Plan) -> None:
@@ -320,7 +313,7 @@ class Scheduler:
                 self._may_wait(wanted)
             self._books.withdraw(group, slot)
             return False
-        self._enter(plan, group, slot, covered, [(setattr, self._books, "lengths", lengths)])
+        self._enter(plan, group, slot, covered, sets(self._books, lengths=lengths))
         if piece := next_piece(plan, sequence, covered, self.token_budget):
             add_piece(plan, piece)
         return True
@@ -328,19 +321,15 @@ class Scheduler:
     def _enter(self, plan: Plan, group: SampleGroup, slot: int, covered: int, changes: list[Change]) -> None:
         """Makes a waiting request a running one, in a slot that has its first tokens."""
         sequence, stats = group.live[0], self.stats
-        changes += [
-            (setattr, sequence, "slot", slot),
-            (setattr, sequence, "computed", covered),
-            (setattr, sequence, "published", covered),
-        ]
+        changes += sets(sequence, slot=slot, computed=covered, published=covered)
         if not group.admitted:
-            changes += [
-                (setattr, group, "admitted", True),
-                (plan.admitted.append, group),
-                (setattr, stats, "admitted", stats.admitted + 1),
-                (setattr, stats, "prompt_tokens", stats.prompt_tokens + group.prompt_tokens),
-                (setattr, stats, "reused_tokens", stats.reused_tokens + covered),
-            ]
+            counts = sets(
+                stats,
+                admitted=stats.admitted + 1,
+                prompt_tokens=stats.prompt_tokens + group.prompt_tokens,
+                reused_tokens=stats.reused_tokens + covered,
+            )
+            changes += [(plan.admitted.append, group), *sets(group, admitted=True), *counts]
         self._books.note([*changes, *self._books.run(group)])
         self._sequences += len(group.live)
 
@@ -367,7 +356,7 @@ class Scheduler:
         self._books.note(
             [
                 (plan.swapped_in.extend, back),
-                (setattr, self._books, "lengths", lengths),
+                *sets(self._books, lengths=lengths),
                 *group.is_back(self._clock()),
                 *self._books.run(group),
             ]
@@ -415,8 +404,8 @@ class Scheduler:
                 *self._books.free(group, group.holders),
                 *self._books.wait(group),
                 (plan.preempted.append, group),
-                (setattr, stats, "recomputed", stats.recomputed + 1),
-                (setattr, self, "_refused", True),
+                *sets(stats, recomputed=stats.recomputed + 1),
+                *sets(self, _refused=True),
             ]
         )
 
@@ -427,10 +416,10 @@ class Scheduler:
             self._moved_tokens += sum(sequence.computed for sequence in group.holders)
             changes += [
                 (plan.preempted.append, group),
-                (setattr, group, "left_at", self._clock()),
-                (setattr, self.stats, "swapped", self.stats.swapped + 1),
+                *sets(group, left_at=self._clock()),
+                *sets(self.stats, swapped=self.stats.swapped + 1),
                 # Until a request ends: this one would be the first to go again.
-                (setattr, self, "_refused", True),
+                *sets(self, _refused=True),
             ]
             self._books.note(changes)
         return bool(changes)
@@ -448,18 +437,15 @@ class Scheduler:
                 *self._books.free(group, group.holders),
                 *self._leave(group, Status.FAILED, reason),
                 (plan.failed.append, group),
-                (setattr, self.stats, "failed", self.stats.failed + 1),
+                *sets(self.stats, failed=self.stats.failed + 1),
             ]
         )
         self._books.forget(group)
 
     def _leave(self, group: SampleGroup, status: Status, reason: str = "") -> list[Change]:
         """Ends a request whose slots are free. A step that was refused may be granted now."""
-        return [
-            *self._books.leave(group, status, reason),
-            (setattr, self, "_refused", False),
-            (setattr, self, "_short_since", None),
-        ]
+        own = sets(self, _refused=False, _short_since=None)
+        return [*self._books.leave(group, status, reason), *own]
 
     # ------------------------------------------------------------------ completing
 
@@ -524,21 +510,19 @@ class Scheduler:
         ended_groups = list(errors)
         for group, sequences in going.items():
             changes += self._books.end_sequences(group, sequences)
-            changes.append((setattr, self, "_refused", False))
+            changes += sets(self, _refused=False)
             if len(sequences) == len(group.live):
                 changes += self._leave(group, Status.FINISHED)
                 ended_groups.append(group)
-        self._books.note(
-            [
-                *changes,
-                (setattr, self.stats, "computed_tokens", self.stats.computed_tokens + plan.tokens),
-                (setattr, self.stats, "finished", self.stats.finished + len(ended_groups) - len(errors)),
-                (setattr, self.stats, "failed", self.stats.failed + len(errors)),
-                (setattr, self, "_prompts", prompts),
-                (setattr, plan, "ended", ended_groups),
-                (setattr, self, "planned", None),
-            ]
+        stats = self.stats
+        counts = sets(
+            stats,
+            computed_tokens=stats.computed_tokens + plan.tokens,
+            finished=stats.finished + len(ended_groups) - len(errors),
+            failed=stats.failed + len(errors),
         )
+        own = [*sets(plan, ended=ended_groups), *sets(self, _prompts=prompts, planned=None)]
+        self._books.note([*changes, *counts, *own])
         for group in ended_groups:
             self._books.forget(group)
         self._books.settled = True
@@ -561,8 +545,7 @@ class Scheduler:
         if plan is not self.planned:
             raise InvalidArgument("[Scheduler.abandon] this is not the iteration that is under way")
         news = Plan(admitted=plan.admitted, failed=plan.failed, swapped_in=plan.swapped_in)
-        changes: list[Change] = [(setattr, self, "cancelled", plan.cancelled + self.cancelled)]
-        commit([*changes, (setattr, self, "_next", news), (setattr, self, "planned", None)])
+        commit(sets(self, cancelled=plan.cancelled + self.cancelled, _next=news, planned=None))
 
     def reorder(self, request_id: abc.Hashable, sources: abc.Sequence[int]) -> None:
         """A step of a beam search, between two iterations: the request's i-th live sequence continues the
@@ -593,8 +576,7 @@ class Scheduler:
             )
         changes: list[Change] = []
         for sequence, source in zip(live, sources, strict=True):
-            changes.append((setattr, sequence, "known", live[source].known))
-            changes.append((setattr, sequence, "output", list(live[source].output)))
+            changes += sets(sequence, known=live[source].known, output=list(live[source].output))
         if group.status is Status.RUNNING and group.forked:  # otherwise one slot has their prompt, or none
             changes += self._books.reorder(group, sources)
-        self._books.note([*changes, (setattr, self._books, "settled", True)])
+        self._books.note([*changes, *sets(self._books, settled=True)])
