@@ -17,7 +17,7 @@ from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import whole_storage
 from vtensor._kv.layout import CacheLayout, layout_of, size_of
 from vtensor._kv.stats import USED, KVCacheStats, count
-from vtensor._kv.write import Runs, check_batch, checked_salt, checked_states, runs_of, store, token_ids
+from vtensor._kv.write import Runs, check_batch, checked_states, one_or_several, runs_of, store, token_ids
 from vtensor.errors import Closed, InvalidArgument
 from vtensor.pool import Pool, pool_of
 
@@ -165,7 +165,8 @@ class KVCache(Closes, Drawn):
         """
         expect = integer("KVCache.alloc", "expect", expect, 0, _MOST)
         ids = None if tokens is None else token_ids("KVCache.alloc", tokens)
-        return CacheCore.alloc(self._core, expect, ids, checked_salt("KVCache.alloc", salt), bool(deferred))
+        salt = of_type("KVCache.alloc", "salt", salt, str)
+        return CacheCore.alloc(self._core, expect, ids, salt, bool(deferred))
 
     def step(self, lengths: Sequence[int] | torch.Tensor, *, bands: Iterable[int] | None = None) -> bool:
         """Makes the first ``lengths[slot]`` tokens of each slot ready to be written and read.
@@ -438,7 +439,7 @@ class KVCache(Closes, Drawn):
         """
         slot = self._slot("KVCache.publish", slot)
         ids = token_ids("KVCache.publish", tokens)
-        return CacheCore.publish(self._core, slot, ids, checked_salt("KVCache.publish", salt))
+        return CacheCore.publish(self._core, slot, ids, of_type("KVCache.publish", "salt", salt, str))
 
     def unshare(self, slot: int, start: int, stop: int) -> None:
         """Gives ``slot`` pages of its own for tokens ``start`` to ``stop``, before a direct write there. What
@@ -634,10 +635,7 @@ class KVCache(Closes, Drawn):
 
     def _slots(self, operation: str, slots: int | Sequence[int] | torch.Tensor) -> list[int]:
         """The numbers of one slot or several."""
-        several = isinstance(slots, Iterable) and getattr(slots, "ndim", 1) != 0
-        given: list[Any] = (
-            items(operation, "slots", slots, "slots that alloc() returned") if several else [slots]
-        )
+        given = one_or_several(operation, "slots", slots, "slots that alloc() returned")
         return [self._slot(operation, one) for one in given]
 
     def _bands(self, operation: str, bands: Iterable[int] | None) -> list[int]:

@@ -44,7 +44,7 @@ GOOD = [Request("good", [1] * 8, 6), Request("fork", [2] * 6, 4, samples=2)]
 def test_what_is_no_request(cache):
     engine = Engine(Scheduler(cache), FakeModel(Store(cache)), choose)
     for bad in (None, "request", ("id", [1], 2)):
-        with pytest.raises(InvalidArgument, match="is no Request"):
+        with pytest.raises(InvalidArgument, match="request is a .*: give a Request"):
             engine.submit(bad)
     assert engine.scheduler.unfinished == 0
 

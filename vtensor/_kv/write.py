@@ -70,9 +70,14 @@ def check_batch(name: str, states: torch.Tensor, runs: Runs) -> None:
         )
 
 
-def _numbers(name: str, given: Any) -> list[int]:
+def one_or_several(operation: str, name: str, given: Any, wanted: str) -> list[Any]:
+    """The items of `given`, or `given` as the only one."""
     several = isinstance(given, Iterable) and getattr(given, "ndim", 1) != 0
-    many = items("KVCache.write", name, given, "an integer, or one for each slot") if several else [given]
+    return items(operation, name, given, wanted) if several else [given]
+
+
+def _numbers(name: str, given: Any) -> list[int]:
+    many = one_or_several("KVCache.write", name, given, "an integer, or one for each slot")
     try:
         numbers = [index(one) for one in many]
     except TypeError:
@@ -152,9 +157,3 @@ def token_ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> bytes:
         raise InvalidArgument(
             f"[{operation}] a token is no integer of 64 bits ({error}): give the ids, [n]"
         ) from None
-
-
-def checked_salt(operation: str, salt: str) -> str:
-    if isinstance(salt, str):
-        return salt
-    raise InvalidArgument(f"[{operation}] salt is a {type(salt).__name__}: give a string")

@@ -8,7 +8,7 @@ state, so there each of the classes refuses torch's functions.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -42,13 +42,7 @@ class CopyOnWriteVTensor(VTensor):
     (I6)."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _METADATA_ONLY:
@@ -61,13 +55,7 @@ class AsleepVTensor(VTensor):
     """A VTensor whose pages are away: every torch operation raises Asleep."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _flat([args, kwargs or {}]):
             if not isinstance(tensor, AsleepVTensor):
                 continue
@@ -83,13 +71,7 @@ class ClosedVTensor(VTensor):
     """A closed VTensor: every torch operation raises Closed."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise Closed(
             f"[{name_of(func)}] the VTensor is closed: make a new one, or keep an alias() before closing"
         )
@@ -99,11 +81,7 @@ class ClosedVTensor(VTensor):
 
 
 def refuse_in_forked_child(
-    cls: type[VTensor],
-    func: Callable[..., Any],
-    types: Any,
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
+    cls: type[VTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> None:
     """``__torch_function__`` of what a forked child has of its parent."""
     _core.refuse_in_forked_child(name_of(func))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vtensor import _core
+from vtensor._base.terminal import aligned
 from vtensor._base.units import byte_text
 
 _ANSWER_SECONDS = 0.3  # for pools to answer; a pool that does not shows its last figures
@@ -83,16 +84,11 @@ def _lines(budgets: list[dict[str, Any]], skipped: list[str]) -> Iterator[str]:
             f"{budget['name']}  [{'#' * round(_BAR * share):.<{_BAR}}] {byte_text(held)} of "
             f"{byte_text(budget['limit'])} ({share:.0%}){over}"
         )
-        rows = [_COLUMNS, *(_cells(pool) for pool in _by_size(budget))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
-        for *figures, command in rows:
-            cells = [figure.rjust(width) for figure, width in zip(figures, widths, strict=True)]
-            yield "  " + "  ".join([*cells, command])
+        by_size = sorted(budget["pools"], key=lambda pool: (-pool["held"], pool["pid"]))
+        rows = [_COLUMNS, *map(_cells, by_size)]
+        for figures, row in zip(aligned([row[:-1] for row in rows], left=0), rows, strict=True):
+            yield f"  {figures}  {row[-1]}"
         yield ""
-
-
-def _by_size(budget: dict[str, Any]) -> list[dict[str, Any]]:
-    return sorted(budget["pools"], key=lambda pool: (-pool["held"], pool["pid"]))
 
 
 def _cells(pool: dict[str, Any]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import time
 from collections import abc
 from itertools import repeat
 
-from vtensor._base.arguments import integer, number
+from vtensor._base.arguments import integer, number, of_type
 from vtensor.errors import InvalidArgument
 from vtensor.serving._books import Books, by_arrival
 from vtensor.serving._commit import Change, commit, each, sets
@@ -108,8 +108,7 @@ class Scheduler:
 
         Raises InvalidArgument if its id is taken, or if the cache's slots are too small or too few for it.
         """
-        if not isinstance(request, Request):
-            raise InvalidArgument(f"[Scheduler.add] {request!r} is no Request: make one")
+        of_type("Scheduler.add", "request", request, Request)
         if self._books.held(request.id) is not None:
             raise InvalidArgument(
                 f"[Scheduler.add] request {request.id!r} is there already: choose another id"
