@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-import vtensor
-
 
 def noise(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The same for the same seed; of other dtypes the float32 values, rounded."""
@@ -14,8 +12,3 @@ def noise(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 def int32(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
-
-
-def close(*tensors: vtensor.VTensor) -> None:
-    for t in tensors:
-        t.close()

@@ -328,7 +328,6 @@ def test_what_blocks_held_comes_to_no_tensor(pool_factory, kind):
         pool.wait_idle(5)
         t.extend(16)
         assert t.ne(42).all()
-    t.close()
 
 
 def test_a_zero_policy_that_asks_for_zeros_gets_them(pool_factory, kind):

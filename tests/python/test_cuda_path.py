@@ -120,7 +120,6 @@ def test_extend_makes_one_set_access_a_row(simcuda):
     assert (made["cuMemCreate"], made["cuMemMap"], made["cuMemSetAccess"]) == (6, 6, 3)
     assert not {"cuMemUnmap", "cuMemRelease"} & made.keys()
     assert made["cuMemsetD8Async"] == 3  # fresh memory holds what others left (I7)
-    t.close()
 
 
 def test_extend_within_mapped_pages_makes_no_call(simcuda):  # I15
@@ -128,7 +127,6 @@ def test_extend_within_mapped_pages_makes_no_call(simcuda):  # I15
     before = calls(simcuda)
     t.extend(PER_PAGE - 1)
     assert calls_since(simcuda, before) == {}
-    t.close()
 
 
 def test_kept_memory_is_not_created_again(simcuda):
@@ -188,8 +186,6 @@ def test_writes_to_shared_pages_stay_on_one_side(simcuda, write, by_child):  # I
     assert same_bytes(written, expected)
     assert same_bytes(other, values(10))
     assert_mapped_as_told(written)
-    parent.close()
-    child.close()
 
 
 def test_without_read_only_mappings_operations_still_part_pages(pool_factory):  # I6

@@ -151,4 +151,3 @@ def test_a_refusal_names_the_call_and_the_answer(simcuda, code, name):
         t.extend(9)
     error = raised.value
     assert (error.call, error.code, error.name) == ("cuMemSetAccess", code, name)
-    t.close()

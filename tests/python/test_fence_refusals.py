@@ -35,7 +35,6 @@ def test_giving_back_is_refused_and_tried_again(sim, stream_pool, ahead, call, r
     eventually(lambda: pool.stats().pages_pinned == 0, 8)
     testing.check_invariants(pool)
     assert t.eq(1).all()
-    t.close()
 
 
 def test_the_mapper_looks_again_without_another_call(sim, stream_pool):
@@ -51,7 +50,6 @@ def test_the_mapper_looks_again_without_another_call(sim, stream_pool):
     sim.fail("cuMemUnmap", 0, 2)
     t.truncate(0)
     eventually(lambda: pool.stats().pages_pinned == 0)
-    t.close()
 
 
 @WORKERS
@@ -70,7 +68,6 @@ def test_a_refused_question_loses_no_fence(sim, stream_pool, ahead):
         assert not within(0.3 if ahead else 0.02, lambda: pool.stats().pages_pinned == 0)
         sim.release(stream)
     eventually(lambda: pool.stats().pages_pinned == 0)
-    t.close()
 
 
 def test_leases_leave_no_fences_behind(sim, stream_pool):
@@ -93,7 +90,6 @@ def test_a_mapper_that_is_refused_its_first_calls(sim, stream_pool, call):
     t.prepare(8)  # starts it
     eventually(lambda: pool._core.driver_calls()["mapper"].get("cuMemMap"))
     t.extend(8)
-    t.close()
 
 
 def test_a_cached_tensor_whose_fence_cannot_be_asked(sim, stream_pool):
@@ -193,7 +189,6 @@ def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, str
     testing.check_invariants(pool)
     child.extend(2)
     assert not child[:, 5:].any()
-    t.close(), child.close()
 
 
 def test_pages_whose_zeroing_was_refused_are_not_for_the_next_owner(sim, stream_pool):

@@ -85,7 +85,6 @@ def test_views_are_waited_for_too(sim, stream_pool, ahead):
     assert stays_held(pool, 4)
     sim.release(0)
     eventually(lambda: idle(pool))
-    t.close()
 
 
 @WORKERS
@@ -117,7 +116,6 @@ def test_a_window_at_its_budget_waits_for_its_own_pages(sim, stream_pool, ahead)
     t.extend(16)
     assert time.monotonic() - begin < 0.9
     assert t[:16].eq(1).all() and t[16:].le(1).all()  # zeros, or what was its own
-    t.close()
 
 
 @WORKERS
@@ -173,7 +171,6 @@ def test_growing_over_waiting_pages_revives_them(sim, stream_pool, ahead):
     eventually(lambda: pool.stats().pages_pinned == 0)
     testing.check_invariants(pool)
     assert t.length == 24 and t.eq(8).all()
-    t.close()
 
 
 def test_preparing_over_waiting_pages_revives_them(sim, stream_pool):
@@ -191,7 +188,6 @@ def test_preparing_over_waiting_pages_revives_them(sim, stream_pool):
     assert pool.stats().pages_prefetched == 3
     t.extend(12)
     assert t.eq(1).all()
-    t.close()
 
 
 def test_a_second_shrink_waits_for_its_own_fence(sim, stream_pool):
@@ -209,7 +205,6 @@ def test_a_second_shrink_waits_for_its_own_fence(sim, stream_pool):
     sim.release(second)
     pool.wait_idle(5)
     assert pool.stats().pages_pinned == 0
-    t.close()
 
 
 # -- order between the caller's stream and the side stream
@@ -238,7 +233,6 @@ def test_growth_waits_on_the_device_for_the_zeroing(sim, stream_pool):
     assert sim.pending(0) > 0  # waits
     sim.release()
     assert t.eq(7).all()
-    t.close()
 
 
 def test_a_shrink_does_not_forget_the_zeroing(sim, stream_pool):
@@ -255,7 +249,6 @@ def test_a_shrink_does_not_forget_the_zeroing(sim, stream_pool):
     sim.kernel(0, t, writes=7)
     sim.release()
     assert t.eq(7).all()
-    t.close()
 
 
 def test_what_is_zeroed_needs_no_driver_call(sim, stream_pool):
@@ -274,7 +267,6 @@ def test_what_is_zeroed_needs_no_driver_call(sim, stream_pool):
     u.extend(12)
     sim.destroy_graph(sim.end_capture(stream))
     assert not t.any() and not u.any()
-    t.close(), u.close()
 
 
 def test_zeroing_that_never_ends_delays_and_does_not_wipe(sim, stream_pool):
@@ -315,7 +307,6 @@ def test_a_reused_tensor_starts_behind_its_last_owner(sim, stream_pool):
     assert sim.pending(0) > 0
     sim.release(stream)
     assert t.eq(9).all()
-    t.close()
 
 
 @pytest.mark.parametrize("zero", ["never", "new_owner", "always"])
@@ -344,7 +335,6 @@ def test_cached_pages_are_zeroed_behind_the_last_owner(sim, stream_pool):
     t = quarter(pool, 16)
     assert not calls_since(pool, before)
     assert not t.any()
-    t.close()
 
 
 def test_what_was_given_up_of_a_reused_tensor_is_not_shown(sim, stream_pool):
@@ -359,7 +349,6 @@ def test_what_was_given_up_of_a_reused_tensor_is_not_shown(sim, stream_pool):
     t.extend(16)
     sim.release(stream)
     assert not t.any()
-    t.close()
 
 
 # -- sharing
@@ -389,8 +378,6 @@ def test_remapping_waits_for_running_work(sim, stream_pool, ahead, operation):
     threading.Timer(0.05, sim.release, [0]).start()
     result = act()
     assert result[:10].eq(1 if child is not None else 3).all()
-    for tensor in {id(x): x for x in (t, child, result) if x is not None}.values():
-        tensor.close()
 
 
 def test_other_tensors_go_on_while_one_waits(sim, stream_pool):
@@ -421,8 +408,6 @@ def test_other_tensors_go_on_while_one_waits(sim, stream_pool):
     sim.release()
     copying.join(5)
     assert child.length == 6
-    for tensor in (t, other, third, child):
-        tensor.close()
 
 
 def test_a_copy_that_never_ends(sim, stream_pool):
@@ -439,7 +424,6 @@ def test_a_copy_that_never_ends(sim, stream_pool):
     sim.release()
     child.extend(4)
     assert child[:10].eq(1).all()
-    t.close(), child.close()
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -472,7 +456,6 @@ def test_pages_that_leave_soon_are_waited_for_before_cached_ones_go(sim, stream_
     t.truncate(16)
     with filled(pool, 16, 3, capacity=16) as u:
         assert pool.stats().pages_cached == 4 and u.eq(3).all()
-    t.close()
 
 
 # -- fences that never pass

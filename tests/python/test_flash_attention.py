@@ -15,7 +15,6 @@ from vtensor.integrations.full_extent import FullExtent
 import attention_support
 import fake_flash
 import vtensor
-from attention_support import close
 from support import SHAPE_OF_A_MESSAGE, on_a_device, run_snippet
 
 PACKAGES = ("fa2", "fa3", "fa4")
@@ -78,7 +77,6 @@ def test_the_kernel_gets_the_same_memory_and_every_argument(host, seen, backend,
         assert type(got[name]) is torch.Tensor and got[name].data_ptr() == t.data_ptr()
         assert got[name].shape == (2, 5, HEADS, SIZE) and got[name].stride(-1) == 1
     assert (got["causal"], got["softmax_scale"], got["window_size"]) == (True, 0.3, (2, 0))
-    close(k, v)
 
 
 @pytest.mark.parametrize("backend", PACKAGES)
@@ -96,7 +94,6 @@ def test_arguments_keep_their_order(host, seen, backend):
         new = noise(2, 1, HEADS, SIZE)
         shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=5, num_splits=3, backend=backend)
         assert seen.got["k"] is new and seen.got["cache_seqlens"] == 5 and seen.got["num_splits"] == 3
-    close(k, v)
 
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"])
@@ -115,7 +112,6 @@ def test_both_tensors_are_leased_while_the_kernel_is_launched(host, seen, monkey
     q = on_a_device(noise(1, 1, HEADS, SIZE))
     if name == "flash_attn_varlen_func":
         packed = [vtensor.from_tensor(t[0], grow_dim=0, capacity=64, pool=host) for t in (k, v)]
-        close(k, v)
         k, v, q = *packed, q[0]
     starts = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
     arguments = (*starts, 1, 5) if name == "flash_attn_varlen_func" else ()
@@ -124,7 +120,6 @@ def test_both_tensors_are_leased_while_the_kernel_is_launched(host, seen, monkey
     held.clear()
     getattr(shims, name)(q.as_subclass(torch.Tensor), k, v, *arguments, backend="fa2")
     assert held == ["launch"], "on a CPU the kernel is done when it returns"
-    close(k, v)
 
 
 # --- which package ------------------------------------------------------------------------------------------
@@ -199,7 +194,6 @@ def test_an_append_by_the_kernel_grows_both_tensors(host, seen, backend, heads_f
         assert torch.equal(out, want)
         ours = k[...].transpose(1, 2) if heads_first else k[...]
         assert torch.equal(ours, plain[0][:, : length + n])
-    close(k, v)
 
 
 @pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
@@ -217,7 +211,6 @@ def test_rows_of_different_lengths_by_a_tensor(host, seen, backend):
     for b, n in enumerate((5, 10)):
         want = exact(q[b], k[b], v[b], n)
         assert (out[b].double() - want.double()).abs().max() < 0.02
-    close(k, v)
 
 
 def test_an_int_below_the_length_attends_to_that_many(host, seen):
@@ -230,7 +223,6 @@ def test_an_int_below_the_length_attends_to_that_many(host, seen):
         out = shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=5, backend=backend)
         assert out.isfinite().all() and k.length == 9 and torch.equal(k[:, 5], q[:, 0])
         k[:, 5].fill_(float("nan")), v[:, 5].fill_(float("nan"))
-    close(k, v)
 
 
 @pytest.mark.parametrize("backend", PACKAGES)
@@ -245,7 +237,6 @@ def test_a_kernel_that_raises_leaves_the_lengths(host, seen, backend):  # I8
     with pytest.raises(RuntimeError, match="refused"):
         shims.flash_attn_with_kvcache(new, k, v, k=new, v=new, cache_seqlens=5, backend=backend)
     assert k.length == v.length == 5
-    close(k, v)
 
 
 def test_no_room_for_v_leaves_k_as_it_was(pool_factory, seen):  # I8, I9
@@ -256,7 +247,7 @@ def test_no_room_for_v_leaves_k_as_it_was(pool_factory, seen):  # I8, I9
     with pytest.raises(vtensor.OutOfPages):
         shims.flash_attn_with_kvcache(new, k, v, new, new, cache_seqlens=64, backend="fa2")
     assert k.length == v.length == 64
-    close(k, v, taken)
+    taken.close()
 
 
 # --- over-reads ---------------------------------------------------------------------------------------------
@@ -327,7 +318,6 @@ def test_a_full_extent_is_its_tensor_where_no_tile_is_read(host, seen, backend):
     if backend == "fa2":  # it plans its work by the tensor's size
         assert seen.got["k_cache"].shape[1] == 7
     assert torch.equal(out, shims.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, backend=backend))
-    close(k, v)
 
 
 # --- the reference ------------------------------------------------------------------------------------------
@@ -352,7 +342,6 @@ def test_the_reference_against_float64(host, queries, causal, window, heads_firs
     out = shims.flash_attn_func(q, k, v, **options)
     want = fake_flash.rows(q.double(), *(t.double() for t in plain), 37, causal=causal, window=window)
     error_beside(out, shims.flash_attn_func(q, *plain, **options), want)
-    close(k, v)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +359,6 @@ def test_what_the_reference_cannot_do_is_refused(host, option):
     with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE) as caught:
         shims.flash_attn_with_kvcache(q, k, v, **option)
     assert next(iter(option)) in str(caught.value) and "flash-attn" in str(caught.value)
-    close(k, v)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
@@ -395,7 +383,6 @@ def test_an_append_after_positions_that_there_are_not(host, seen, lengths):
     with refused(seen, "1 positions are to be appended", "k_cache has 5, v_cache 5"):
         shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=lengths, backend="fa2")
     assert k.length == v.length == 5
-    close(k, v)
 
 
 def test_an_append_to_caches_that_cannot_take_it(host, seen):
@@ -409,7 +396,6 @@ def test_an_append_to_caches_that_cannot_take_it(host, seen):
     with refused(seen, "grow along them"):
         shims.flash_attn_with_kvcache(q, *rows, q, q, cache_seqlens=2, backend="fa2")
     assert [t.length for t in (k, v, *rows)] == [5, 4, 2, 2]
-    close(k, v, *rows)
 
 
 def test_what_the_package_refuses_is_its_own_word(host, seen):
@@ -429,4 +415,3 @@ def test_what_the_package_refuses_is_its_own_word(host, seen):
     assert k.length == v.length == 5
     with refused(seen, "'fa5'", "'fa2'"):
         shims.flash_attn_func(q, k, v, backend="fa5")
-    close(k, v)

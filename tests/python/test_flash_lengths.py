@@ -14,7 +14,7 @@ from vtensor.integrations import flash_attention as shims
 
 import fake_flash
 import vtensor
-from attention_support import close, int32
+from attention_support import int32
 from test_flash_attention import CAPACITY, GROUPS, HEADS, PACKAGES, SIZE, caches, exact, noise, refused, seen  # noqa: F401
 
 HOLDS = 100
@@ -39,7 +39,6 @@ def test_rows_of_vtensors(host, seen, backend):  # noqa: F811
             assert k.length == v.length == 5
     out = shims.flash_attn_with_kvcache(one, k, v, cache_seqlens=5, backend=backend)
     assert (out[0].double() - exact(one[0], k[0], v[0], 5).double()).abs().max() < 0.02
-    close(k, v)
 
 
 def test_pages_are_not_rows(host, seen):  # noqa: F811
@@ -57,7 +56,6 @@ def test_pages_are_not_rows(host, seen):  # noqa: F811
             shims.flash_attn_varlen_func(
                 noise(1, HEADS, SIZE), *given, *starts, block_table=table, backend="fa2"
             )
-    close(*grown)
 
 
 # --- rows of their own lengths ------------------------------------------------------------------------------
@@ -76,7 +74,6 @@ def test_shorter_rows_append_where_there_is_room(host, seen, backend):  # noqa: 
     with pytest.raises(vtensor.CapacityExceeded):
         shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, backend=backend)
     assert k.length == v.length == 45
-    close(k, v)
 
 
 def test_lengths_of_a_device_grow_behind_the_longest_row(host, seen, monkeypatch):  # noqa: F811
@@ -86,7 +83,6 @@ def test_lengths_of_a_device_grow_behind_the_longest_row(host, seen, monkeypatch
     q = noise(2, 3, HEADS, SIZE)
     shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=int32(12, 37), backend="fa2")
     assert k.length == v.length == 43
-    close(k, v)
 
 
 @pytest.mark.parametrize("shared", ["both", "values"])
@@ -103,14 +99,13 @@ def test_an_append_parts_the_pages_that_it_writes_to(stream_pool, seen, shared):
     assert torch.equal(v, before[1]) and (shared == "values" or torch.equal(k, before[0]))
     assert all(torch.equal(t[row, at], q[row, 0]) for t in forks for row, at in enumerate((10, 100)))
     # Where nothing is appended, nothing is unshared.
-    further = forks[1].fork()
+    forks.append(forks[1].fork())
     used = pool.stats().pages_used
     none = noise(2, 0, HEADS, SIZE)
     shims.flash_attn_with_kvcache(
         q, forks[0], forks[1], none, none, cache_seqlens=int32(10, 100), backend="fa2"
     )
     assert pool.stats().pages_used == used
-    close(k, v, further, *(t for t in forks if t is not k))
 
 
 # --- torch.compile ------------------------------------------------------------------------------------------
@@ -142,7 +137,6 @@ def test_compiled_over_growing_views(host, queries):
         lambda q, k, v: shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=k.shape[1] - queries),
         *[(lambda n=n: (q, k[:, :n].clone(), v[:, :n].clone())) for n in range(5, 15)],
     )
-    close(k, v)
 
 
 def test_compiled_over_a_package(seen, monkeypatch):  # noqa: F811
@@ -170,7 +164,6 @@ def test_a_vtensor_is_for_what_is_around_the_graph(host):
             torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v)
         torch._dynamo.reset()
         assert torch.equal(torch.compile(attend, backend="aot_eager")(q, k, v), attend(q, k, v))
-    close(k, v)
 
 
 # --- torch's own kernel -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from vtensor.integrations.flex_attention import CacheMask, flex_attention
 from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
-from attention_support import close, noise
+from attention_support import noise
 from support import SHAPE_OF_A_MESSAGE
 from vtensor import testing
 
@@ -114,7 +114,6 @@ def test_growing_views_compile_at_most_twice_in_200_steps(pages):
             heads_first = (t[...].transpose(1, 2) for t in (k, v))
             assert (out - exact(q, *heads_first, [k.length] * ROWS)).abs().max() < 1e-5
     assert graphs() - before <= 2
-    close(k, v)
 
 
 @pytest.mark.seconds(200)
@@ -136,7 +135,6 @@ def test_a_full_extent_compiles_once_for_ragged_rows_over_140_steps(pages):
     assert graphs() - before == 1
     assert mask.block_mask is block_mask and block_mask.kv_num_blocks is counts
     assert counts[:, 0, 0].tolist() == [2, 1]
-    close(k, v)
 
 
 @pytest.mark.slow
@@ -154,7 +152,6 @@ def test_masks_over_growing_views_compile_at_most_twice_in_200_steps(pages):
         if i % 20 == 0:
             assert (out - exact(q, k, v, [k.length] * ROWS, sliding_window)).abs().max() < 1e-5
     assert graphs() - before <= 2
-    close(k, v)
 
 
 @pytest.mark.slow
@@ -186,7 +183,6 @@ def test_masks_and_score_mods_give_what_they_give_over_plain_tensors(pages, mask
     # The kernel does read the whole tile: NaN there would show.
     plain[1][:, :, 150:256] = float("nan")
     assert compiled(q, *plain, mod, mask.block_mask, None, True).isnan().any()
-    close(k, v)
 
 
 @pytest.mark.slow
@@ -201,7 +197,6 @@ def test_a_prompt_by_torchs_own_mask(pages):
     direct = torch.compile(torch_flex.flex_attention)
     assert torch.equal(direct(q, k[...], v[...], block_mask=block_mask, enable_gqa=True), out)
     assert (out - exact(q, k, v, [130] * ROWS)).abs().max() < 1e-5
-    close(k, v)
 
 
 @pytest.mark.slow
@@ -215,7 +210,6 @@ def test_tiles_before_the_start_are_not_read(pages):
     out = flex_attention(q, FullExtent(k), FullExtent(v), block_mask=mask)
     k[:, :, :128].zero_(), v[:, :, :128].zero_()
     assert (out - exact(q, k, v, [300, 300], sliding_window)).abs().max() < 1e-5
-    close(k, v)
 
 
 @pytest.mark.seconds(200)
@@ -288,4 +282,3 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(pages):
             refused(f"mask has {rows} rows, query 2", block_mask=other, **given)
     refused("append to both", value=v.truncate(19))
     assert graphs() == before
-    close(k, v)

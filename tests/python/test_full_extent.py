@@ -27,7 +27,6 @@ def test_it_has_the_shape_of_the_capacity_and_shows_what_is_appended(host):
         assert torch.equal(full.tensor[:, : t.length], t)
     full.tensor[1, 5] = 3
     assert bool((t[1, 5] == 3).all())
-    t.close()
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 300])
@@ -45,7 +44,6 @@ def test_whole_tiles_are_mapped_and_zero_behind_the_length(pool_factory, length,
     assert full.tensor[:, :stop].isfinite().all()
     assert not full.tensor[:, length:stop].any() and bool((full.tensor[:, :length] == 1).all())
     assert t.length == length
-    t.close()
 
 
 def test_cover_costs_driver_calls_only_where_a_tile_begins(host):
@@ -56,7 +54,6 @@ def test_cover_costs_driver_calls_only_where_a_tile_begins(host):
         t.extend(1)
         full.cover(t.length)
     assert sum(host.stats().driver_calls["caller"].values()) == before
-    t.close()
 
 
 def test_what_was_truncated_inside_a_covered_tile_is_zeroed(host):
@@ -67,7 +64,6 @@ def test_what_was_truncated_inside_a_covered_tile_is_zeroed(host):
     t.fill_(1)
     full.cover(60)
     assert full.tensor[:, :128].isfinite().all() and t.length == 60
-    t.close()
 
 
 def test_pages_behind_a_shorter_length_go_back(host):  # I4
@@ -77,7 +73,6 @@ def test_pages_behind_a_shorter_length_go_back(host):  # I4
     t.truncate(1)
     full.cover(1)
     assert host.stats().pages_mapped == 128 // PER_PAGE
-    t.close()
 
 
 def test_no_other_tensor_ever_shows_in_it(host):  # I3, I7
@@ -89,8 +84,6 @@ def test_no_other_tensor_ever_shows_in_it(host):  # I3, I7
     assert all(other.address != address for other in others)
     assert not (tensor == 9).any()
     del tensor
-    for other in others:
-        other.close()
 
 
 def test_no_room_for_a_tile_changes_nothing(pool_factory):  # I8
@@ -103,8 +96,7 @@ def test_no_room_for_a_tile_changes_nothing(pool_factory):  # I8
         full.cover(t.length, tail=256)
     assert t.length == 128
     full.cover(128)
-    for each in (t, taken):
-        each.close()
+    taken.close()
 
 
 def test_lengths_above_the_capacity(host):
@@ -113,7 +105,6 @@ def test_lengths_above_the_capacity(host):
     with pytest.raises(vtensor.CapacityExceeded, match=SHAPE_OF_A_MESSAGE):
         full.cover(201)
     assert not full.cover(190, tail=256).tensor[:, 5:].any()  # up to the capacity, where the tensor ends
-    t.close()
 
 
 def test_a_tensor_that_moved_or_ended(host):

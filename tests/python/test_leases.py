@@ -48,7 +48,6 @@ def test_what_is_given_back_meanwhile_waits_for_the_lease(sim, pool):
     assert held(pool) == 7
     go_with(sim, pool, stream)
     assert t.eq(1).all()
-    t.close()
 
 
 def test_the_extent_of_the_beginning_is_held(sim, pool):
@@ -62,7 +61,6 @@ def test_the_extent_of_the_beginning_is_held(sim, pool):
         del view
         gc.collect()
     go_with(sim, pool, stream)
-    t.close()
 
 
 def test_streams_of_several_leases(sim, pool):
@@ -115,7 +113,6 @@ def test_fork_waits_for_an_open_lease(sim, stream_pool, ahead):
         threading.Timer(0.1, sim.release, [stream]).start()
         child = t.fork()
     assert child.eq(9).all() and t.eq(9).all()
-    t.close(), child.close()
 
 
 def test_a_tensor_closed_in_its_lease(sim, pool):
@@ -227,7 +224,6 @@ def test_record_stream_lasts_for_the_tensors_life(sim, pool):
         sim.kernel(stream, t)
         t.truncate(length)
         go_with(sim, pool, stream)
-    t.close()
 
 
 @pytest.mark.parametrize("call", ["cuStreamIsCapturing", "cuEventCreate", "cuEventRecord", "cuCtxGetCurrent"])
@@ -290,7 +286,6 @@ def test_a_captured_lease_lasts_for_the_graphs_life(sim, pool):
     sim.destroy_executable(executables[1])
     eventually(lambda: held(pool) == 0)
     assert t.data_ptr() == address and t.eq(7).all()
-    t.close()
 
 
 def test_a_graph_destroyed_while_it_is_replayed(sim, pool):
@@ -377,7 +372,6 @@ def test_driver_work_in_a_capture_is_refused(sim, pool):
     sim.destroy_graph(sim.end_capture(stream))
     child = parent.fork(stream=stream)
     assert child.eq(2).all()
-    t.close(), parent.close(), child.close()
 
 
 def test_shrinking_in_a_capture_waits_for_its_end(sim, pool):
@@ -389,7 +383,6 @@ def test_shrinking_in_a_capture_waits_for_its_end(sim, pool):
     assert t.length == 4 and held(pool) == 3
     sim.destroy_graph(sim.end_capture(stream))
     eventually(lambda: held(pool) == 0, 4)
-    t.close()
 
 
 @pytest.mark.parametrize("call", ["cuStreamGetCaptureInfo", "cuUserObjectCreate", "cuGraphRetainUserObject"])
@@ -412,7 +405,6 @@ def test_a_graph_that_cannot_hold_a_lease(sim, stream_pool, call):
     sim.destroy_graph(graph)
     sim.destroy_executable(executable)
     eventually(lambda: held(pool) == 0)
-    t.close()
 
 
 def test_a_refused_end_tried_again_ends_no_other_lease(sim, stream_pool):
@@ -433,7 +425,6 @@ def test_a_refused_end_tried_again_ends_no_other_lease(sim, stream_pool):
         with pytest.raises(vtensor.TimedOut):
             t.fork()
         sim.release(stream)
-    t.close()
 
 
 def test_no_memory_sleeps_under_a_lease_whose_end_was_refused(sim, stream_pool):
@@ -452,7 +443,6 @@ def test_no_memory_sleeps_under_a_lease_whose_end_was_refused(sim, stream_pool):
     lease.__exit__(None, None, None)
     assert pool.sleep(contents="discard") == 4 * pool.page_size
     pool.wake(discard=True)
-    t.close()
 
 
 def test_growth_under_a_graph(sim, pool):
@@ -471,7 +461,6 @@ def test_growth_under_a_graph(sim, pool):
     assert [int(t[16 + 4 * n, 0]) for n in range(6)] == list(range(20, 26))
     sim.destroy_graph(graph)
     sim.destroy_executable(executable)
-    t.close()
 
 
 _NEVER_ENDED = """
@@ -534,4 +523,3 @@ def test_leases_from_many_threads(sim, pool):
     assert not errors
     sim.release()
     testing.check_invariants(pool)
-    t.close()

@@ -38,4 +38,3 @@ def test_a_large_tensor_gets_its_share(pool_factory):
         t.append(rows)
     eventually(lambda: pool.stats().pages_prefetched > LEAST)
     assert pool.stats().pages_prefetched <= t.length // SHARE
-    t.close()

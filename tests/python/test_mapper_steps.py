@@ -26,7 +26,6 @@ def test_pages_that_lie_side_by_side_are_opened_in_one_call(pool_factory):
     t.prepare(8 * PER_PAGE)
     pool.wait_idle(5)
     assert made_since(pool, before, "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async") == [8, 1, 1]
-    t.close()
 
 
 def test_a_request_of_many_tensors_takes_one_call_each(pool_factory):
@@ -37,8 +36,6 @@ def test_a_request_of_many_tensors_takes_one_call_each(pool_factory):
         t.prepare(2 * PER_PAGE)
     pool.wait_idle(5)
     assert made_since(pool, before, "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async") == [32, 16, 16]
-    for t in tensors:
-        t.close()
 
 
 def test_unmapping_goes_in_steps(pool_factory):
@@ -67,7 +64,6 @@ def test_unmapping_is_bounded_by_time(sim, stream_pool):
     sim.slow("cuMemUnmap", 0)
     pool.wait_idle(5)
     assert pool.stats().pages_active == rows and pool.stats().pages_pinned == 0
-    t.close()
 
 
 def test_unmapping_of_many_tensors_is_bounded_by_time(sim, stream_pool):
@@ -85,8 +81,6 @@ def test_unmapping_of_many_tensors_is_bounded_by_time(sim, stream_pool):
     tensors[-1].extend(1)
     assert sim.calls("cuMemUnmap") - made < len(tensors)
     sim.slow("cuMemUnmap", 0)
-    for t in tensors:
-        t.close()
 
 
 # 512 MiB, which take the mapper some tenths of a second.
@@ -158,4 +152,3 @@ def test_what_keeps_the_mapper_from_working_is_raised(sim, stream_pool):
     simcuda_disarm()
     pool.wait_idle(5)
     assert pool.stats().pages_prefetched == 2
-    t.close()

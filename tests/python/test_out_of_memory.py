@@ -85,7 +85,6 @@ def test_a_device_without_memory(sim, stream_pool, emptied, full, name, ahead):
     full(None)
     GROW[name](t, pool)  # the next call works
     assert emptied == [1] and same_bytes(t[:8], data)
-    t.close()
 
 
 @pytest.mark.parametrize("name", GROW)
@@ -96,7 +95,6 @@ def test_torch_gives_back_what_is_needed(sim, stream_pool, emptied, full, name):
     emptied.then = lambda: full(None)
     GROW[name](t, pool)
     assert emptied == [1]
-    t.close()
 
 
 def test_torch_that_cannot_give_back_its_cache(sim, stream_pool, emptied, full):
@@ -120,7 +118,6 @@ def test_torch_that_cannot_give_back_its_cache(sim, stream_pool, emptied, full):
     assert t.length == 8
     full(None)
     t.extend(20)
-    t.close()
 
 
 def test_torch_beside_a_pool_that_takes_all(sim, stream_pool, emptied, full):
@@ -137,7 +134,6 @@ def test_torch_beside_a_pool_that_takes_all(sim, stream_pool, emptied, full):
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(TorchOnTheDevice.SEGMENT, dtype=torch.uint8)
     full(None)
-    t.close()
 
 
 def test_a_device_without_memory_to_map_with(sim, stream_pool, emptied):
@@ -152,7 +148,6 @@ def test_a_device_without_memory_to_map_with(sim, stream_pool, emptied):
     sim.fail("cuMemMap", skip=1, code=OUT_OF_MEMORY)
     t.extend(20)  # torch gave back what was needed
     assert emptied == [1, 1] and not t[8:].any()
-    t.close()
 
 
 def test_a_batch_that_fails_in_its_middle(stream_pool, emptied, full):
@@ -166,7 +161,6 @@ def test_a_batch_that_fails_in_its_middle(stream_pool, emptied, full):
     full(None)
     t.extend(16)
     assert pool.stats().pages_used == 15
-    t.close()
 
 
 def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full):
@@ -185,7 +179,6 @@ def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full)
     with pytest.raises(vtensor.OutOfPages):
         other.extend(8)
     assert emptied == [1] and other.length == 4
-    t.close(), other.close()
 
 
 def test_no_more_goes_than_a_device_without_memory_lacks(sim, stream_pool, emptied, full):
@@ -198,7 +191,6 @@ def test_no_more_goes_than_a_device_without_memory_lacks(sim, stream_pool, empti
     t = filled(pool, 16, 7, capacity=128)
     assert t.eq(7).all() and not emptied
     assert pool.stats().pages_cached == 4
-    t.close()
 
 
 def test_a_refusal_that_is_not_for_want_of_memory_takes_nothing_that_is_ahead(sim, stream_pool):
@@ -214,7 +206,6 @@ def test_a_refusal_that_is_not_for_want_of_memory_takes_nothing_that_is_ahead(si
     pool.wait_idle(1)
     assert pool.stats().pages_cached == 0
     assert other.length == 4 and [r.state for r in other.pages()].count("prefetched") == 6
-    t.close(), other.close()
 
 
 @contextlib.contextmanager
@@ -287,7 +278,6 @@ def test_a_reserve_is_left_to_others(sim, stream_pool, emptied):
     assert emptied == [1] and t.length == 32
     t.truncate(28)
     t.extend(4)  # into the page that the pool kept
-    t.close()
 
 
 def test_what_is_done_in_the_background_leaves_the_reserve_alone(sim, stream_pool, emptied):
@@ -299,7 +289,6 @@ def test_what_is_done_in_the_background_leaves_the_reserve_alone(sim, stream_poo
     pool.wait_idle(5)
     assert reserve <= free_memory() < before
     assert 0 < pool.stats().pages_prefetched < 8
-    t.close()
 
 
 def test_pages_that_cannot_suffice_are_not_waited_for(sim, stream_pool, emptied):
@@ -316,7 +305,6 @@ def test_pages_that_cannot_suffice_are_not_waited_for(sim, stream_pool, emptied)
     assert time.monotonic() - began < 5
     threading.Timer(0.1, sim.release, [stream]).start()
     assert kept.extend(5 * 4).length == 60
-    kept.close(), leaving.close()
 
 
 def test_pages_that_leave_what_falls_asleep_are_not_waited_for(sim, stream_pool, emptied):
@@ -332,7 +320,6 @@ def test_pages_that_leave_what_falls_asleep_are_not_waited_for(sim, stream_pool,
         t._fall_asleep(falling, False)
         assert other.extend(28).length == 28
     sim.release(stream)
-    t.close()
 
 
 def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
@@ -362,7 +349,6 @@ def test_a_reserve_takes_what_is_spare(sim, stream_pool, emptied):
     pool.wait_idle(1)
     t = filled(pool, 28, 7, capacity=28)
     assert not emptied and t.eq(7).all()
-    t.close(), other.close()
 
 
 def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied, full):
@@ -383,7 +369,6 @@ def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied
     assert not emptied
     t.prepare(20)
     eventually(lambda: pool.stats().pages_prefetched >= 5)
-    t.close()
 
 
 def test_a_fork_without_memory_for_its_first_write(sim, stream_pool, emptied, full):
@@ -403,7 +388,6 @@ def test_a_fork_without_memory_for_its_first_write(sim, stream_pool, emptied, fu
     child.unshare(0, 6)
     child.fill_(2)
     assert t.eq(1).all() and child.eq(2).all()
-    t.close(), child.close()
 
 
 def test_a_tensor_that_python_has_no_memory_for_leaves_no_trace(pool_factory):
@@ -478,7 +462,6 @@ def test_an_append_whose_copy_is_interrupted_adds_nothing(pool_factory):
         t.append(torch.zeros(40, *t.shape[1:], dtype=t.dtype).as_subclass(Refusing))
     testing.check_invariants(pool)
     assert t.length == 5 and same_bytes(t, ramp(t))
-    t.close()
 
 
 @pytest.mark.parametrize("operation", ["reindex", "extend", "reserve"])

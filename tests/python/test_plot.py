@@ -155,8 +155,6 @@ def test_memory_is_drawn_once_while_it_sleeps(pool_factory):
     pool.wake()
     axes = vtensor.plot.fragmentation({"tensor": asleep, "cache": cache})
     assert sum(bar.get_width() for bar in axes.patches) > 0
-    for one in (cache, asleep, arena):
-        one.close()
 
 
 # -- what is drawn
@@ -227,7 +225,6 @@ def test_a_pool_over_time(pool_factory, tmp_path):
     stacked = axes.collections[0].get_paths()[0].get_extents().y1
     assert stacked * KIB >= t.nbytes and axes.get_ylabel() == "KiB"
     axes.figure.savefig(tmp_path / "pool.png")
-    t.close()
 
 
 def test_a_pool_is_drawn_whatever_ends_it(host):

@@ -104,7 +104,6 @@ def test_strict_holes_fault_and_views_keep_off_them(strict):
     t = filled(strict, 5, 3, rows=(3,), capacity=40)
     assert bytes_of(t).eq(3).all() and bytes_of(t[:, 2:]).eq(3).all()
     assert bytes_of(t.extend(10)[:, :5]).eq(3).all()
-    t.close()
 
 
 def test_holes_of_a_host_pool_read_as_zeros(host):
@@ -114,4 +113,3 @@ def test_holes_of_a_host_pool_read_as_zeros(host):
     row = t.stride(0)
     assert whole[: 5 * 1024].eq(3).all() and not whole[2 * host.page_size : row].any()  # I3
     assert whole[row : row + 5 * 1024].eq(3).all()
-    t.close()

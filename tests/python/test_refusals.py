@@ -482,7 +482,6 @@ def test_host_memory_that_is_refused_while_falling_asleep(host, monkeypatch, kin
         with pytest.raises(vtensor.OutOfPages, match=r"\[Pool.sleep\] need .* host memory.*you tried"):
             host.sleep(contents="host")
     assert t.eq(3).all() and host.stats().nbytes_asleep == 0
-    t.close()
 
 
 # --- devices -----------------------------------------------------------------------------------------------

@@ -72,7 +72,6 @@ def test_a_fork_shows_nothing_that_its_parent_truncated(pool):
     f = t.truncate(2).fork().extend(5)
     assert f.tolist() == [9, 9, 0, 0, 0, 0, 0]
     assert t.extend(2).tolist() == [9, 9, 9, 9]  # its own bytes
-    t.close(), f.close()
 
 
 def test_rows_chosen_from_a_fork_show_nothing_that_its_parent_truncated(pool):
@@ -81,7 +80,6 @@ def test_rows_chosen_from_a_fork_show_nothing_that_its_parent_truncated(pool):
     f = t.truncate(2).fork()
     f.reindex([1, 0, 1])
     assert f.extend(5).tolist() == [[9, 9, 0, 0, 0, 0, 0]] * 3
-    t.close(), f.close()
 
 
 @pytest.mark.parametrize("derive", ["same", "fork", "reallocate", "reindex"])
@@ -99,7 +97,6 @@ def test_zeros_extend_with_zeros(pool, derive):
     length = derived.length
     derived.extend(4 * page)
     assert derived[:, :length].eq(7).all() and derived[:, length:].eq(0).all()
-    derived.close(), t.close()
 
 
 def test_zeros_extend_with_zeros_after_a_front_shrink(pool):
@@ -108,7 +105,6 @@ def test_zeros_extend_with_zeros_after_a_front_shrink(pool):
     t.fill_(7)
     t.shrink(2 * page, front=True).extend(2 * page)  # the pages given back come again, at other slots
     assert t[:page].eq(7).all() and t[page:].eq(0).all()
-    t.close()
 
 
 def test_a_tensor_that_moved_with_a_view_alive_can_be_written(cuda):
@@ -120,7 +116,6 @@ def test_a_tensor_that_moved_with_a_view_alive_can_be_written(cuda):
     view = t[:10]
     t.extend(3 * page).fill_(3)
     assert t.eq(3).all() and view.eq(1).all()
-    t.close()
 
 
 @pytest.mark.parametrize("pages", [1, 3])
@@ -165,7 +160,6 @@ def test_a_reallocation_that_cannot_be_published_leaves_the_tensor(small, monkey
         with pytest.raises(TypeError):
             t.reallocate(1 << 20)
     assert not t.closed and t.tolist() == [3] * 7 and t.extend(1).length == 8
-    t.close()
 
 
 @pytest.mark.parametrize("mask", [torch.tensor([True, False]), [True, False], (False, True)])
@@ -173,7 +167,6 @@ def test_a_mask_is_no_index(small, mask):
     t = vtensor.empty(2, 3, grow_dim=1, capacity=8, pool=small)
     with pytest.raises(vtensor.InvalidArgument, match="give integers"):
         t.reindex(mask)
-    t.close()
 
 
 @pytest.mark.parametrize("counts", [None, [1, 3, 2]])
@@ -386,7 +379,6 @@ def test_what_is_made_in_inference_mode_is_used_outside(small):
     with torch.inference_mode():
         mask.update([200, 7])
     del full
-    t.close()
 
 
 @pytest.mark.parametrize("indices", [[[1, 0]], [[1, 0]] * 3])
@@ -394,8 +386,6 @@ def test_together_takes_an_index_for_each_tensor(small, indices):
     pair = [vtensor.zeros(2, 3, grow_dim=1, capacity=8, pool=small) for _ in range(2)]
     with pytest.raises(vtensor.InvalidArgument, match="2 tensors and"):
         together.reindex(pair, indices)
-    for t in pair:
-        t.close()
 
 
 def test_nothing_is_appended_before_position_0_of_a_plain_cache():
@@ -465,7 +455,6 @@ def test_one_tensor_as_k_and_v_grows_once(small):
     new = torch.randn(1, 1, 2, 4)
     out = flash_attn_with_kvcache(new, t, t, new, new, cache_seqlens=3, causal=True, backend="torch")
     assert t.length == 4 and torch.equal(t[:, 3:], new) and out.shape == new.shape
-    t.close()
 
 
 def test_a_prompt_in_a_buffer_is_copied():

@@ -33,7 +33,6 @@ def test_it_follows_the_tensor(pool):
     assert "[9, 1024]" in repr(t) and "9 of 64" in repr(t) and "12 KiB mapped" in repr(t)
     t.close()
     assert repr(t) == str(t) == f"{t}" == "<VTensor, closed>"
-    fork.close()
 
 
 def test_a_pool_that_was_closed_leaves_tensors_that_say_so(pool_factory, kind):
@@ -62,7 +61,6 @@ def test_no_element_is_read_and_no_driver_called(pool, monkeypatch, look):
         look(t), look(fork)
     assert recording.events() == []
     monkeypatch.undo()
-    fork.close()
 
 
 def test_pages_that_cannot_be_read_are_not():

@@ -12,7 +12,7 @@ from vtensor.integrations.full_extent import FullExtent
 from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
-from attention_support import close, noise
+from attention_support import noise
 from support import SHAPE_OF_A_MESSAGE, on_a_device
 
 HEADS, SIZE, CAPACITY = 2, 16, 256
@@ -67,7 +67,6 @@ def test_causal_is_lower_right(host, grow_dim, groups, queries):
     if queries not in (1, 20):
         upper_left = torch_sdpa(q, *plain, is_causal=True, enable_gqa=True)
         assert not torch.allclose(upper_left.double(), want, atol=1e-3)
-    close(k, v)
 
 
 @pytest.mark.parametrize("grow_dim", [1, 2])
@@ -80,7 +79,6 @@ def test_the_same_kernel_on_the_same_layout_gives_the_same_bits(host, grow_dim):
         options = {1: {}, 4: {"attn_mask": lower_right(4, 33)}, 33: {"is_causal": True}}[queries]
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
         assert torch.equal(out, torch_sdpa(q, *plain, **options))
-    close(k, v)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -96,7 +94,6 @@ def test_masks_of_every_shape_over_grouped_heads(host, queries, shape, kind):
         mask = (mask > -0.5) | (torch.arange(9) == 0)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     assert (out - exact(q, k, v, mask)).abs().max() < 1e-5
-    close(k, v)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -115,14 +112,12 @@ def test_compiled_over_growing_views(host, queries):
             given = q, k[:, :, :n], v[:, :, :n]
             assert torch.equal(compiled(*given), attend(*given))
     assert counter.frame_count <= 2
-    close(k, v)
 
 
 def test_queries_that_see_nothing_give_zeros(host):
     k, v = cache(host, 2, 2), cache(host, 2, 2, seed=2)
     out = scaled_dot_product_attention(noise(2, HEADS, 5, SIZE), k, v, is_causal=True)
     assert not out[:, :, :3].any() and out[:, :, 3:].all()
-    close(k, v)
 
 
 def test_a_scale_and_a_full_extent(host):
@@ -130,7 +125,6 @@ def test_a_scale_and_a_full_extent(host):
     q = noise(2, HEADS, 1, SIZE)
     out = scaled_dot_product_attention(q, FullExtent(k), FullExtent(v), scale=0.5)
     assert torch.equal(out, torch_sdpa(q, k.transpose(1, 2), v.transpose(1, 2), scale=0.5))
-    close(k, v)
 
 
 def test_both_tensors_are_leased_during_the_call(host, monkeypatch):
@@ -148,7 +142,6 @@ def test_both_tensors_are_leased_during_the_call(host, monkeypatch):
     plain = noise(2, HEADS, 5, SIZE)
     scaled_dot_product_attention(q, plain, plain)
     assert held == [[id(k), id(v)]]
-    close(k, v)
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 9), (2, 8), (2, 1, 9), (2, 2, 1, 9), (3, 1, 1, 9)])
@@ -157,7 +150,6 @@ def test_stacked_heads_take_no_mask_that_torch_would_refuse(host, shape):
     k, v = cache(host, 9, 2), cache(host, 9, 2, seed=2)
     with pytest.raises(RuntimeError):
         scaled_dot_product_attention(noise(2, HEADS * 3, 1, SIZE), k, v, torch.ones(shape), enable_gqa=True)
-    close(k, v)
 
 
 def test_a_mask_and_is_causal(host):
@@ -166,11 +158,9 @@ def test_a_mask_and_is_causal(host):
         scaled_dot_product_attention(noise(2, 2, 3, SIZE), k, v, torch.ones(3, 9), is_causal=True)
     with pytest.raises(RuntimeError):  # torch's: heads are grouped only if that was asked for
         scaled_dot_product_attention(noise(2, 4, 1, SIZE), k, v)
-    close(k, v)
 
 
 def test_values_that_were_not_appended(host):
     k, v = cache(host, 9, 2), cache(host, 8, 2)
     with pytest.raises(vtensor.InvalidArgument, match="append to both"):
         scaled_dot_product_attention(noise(2, 2, 3, SIZE), k, v)
-    close(k, v)

@@ -87,7 +87,6 @@ def test_pages_wait_for_the_named_stream(sim, stream_pool, name, operation):
     pool.wait_idle(5)
     assert pool.stats().pages_pinned == 0
     assert sim.illegal_accesses() == 0
-    t.close()
 
 
 @pytest.mark.parametrize("operation", ["shrink", "truncate", "fork", "close", "lease", "record_stream"])
@@ -107,7 +106,6 @@ def test_a_stream_of_another_context_is_refused(sim, stream_pool, operation):
     with pytest.raises(vtensor.InvalidArgument, match=rf"{operation}\] stream {stream} is of another"):
         calls[operation]()
     assert t.length == 16 and t.eq(3).all()
-    t.close()
 
 
 def test_a_slot_cache_refuses_streams_of_another_context(sim, stream_pool):
@@ -134,7 +132,6 @@ def test_growth_beside_another_current_context_is_refused(sim, stream_pool):
             lease.__exit__(None, None, None)
     lease.__exit__(None, None, None)
     t.extend(8)
-    t.close()
 
 
 def test_a_fork_lets_the_named_stream_go(sim, stream_pool):
@@ -148,8 +145,6 @@ def test_a_fork_lets_the_named_stream_go(sim, stream_pool):
     t.shrink(8)
     pool.wait_idle(5)
     assert pool.stats().pages_pinned == 0 and f.eq(3).all()
-    f.close()
-    t.close()
 
 
 @needs_simcuda

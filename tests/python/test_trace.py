@@ -43,7 +43,6 @@ def test_nothing_is_recorded_outside(pool):
         pass
     t.extend(1)
     assert of(recording.events(), "extend") == [] and recording.dropped == 0
-    t.close()
 
 
 def test_extend_and_shrink_say_what_where_how_much_when_and_who(pool):
@@ -75,7 +74,6 @@ def test_extend_and_shrink_say_what_where_how_much_when_and_who(pool):
     times = [t for e in changes for t in (e.time_ns, e.time_ns + e.duration_ns)]
     assert times == sorted(times)
     assert before - 1000 <= times[0] and times[-1] <= after + 1000
-    t.close()
 
 
 def test_a_refused_extend_is_there_too(pool):
@@ -83,7 +81,6 @@ def test_a_refused_extend_is_there_too(pool):
     with trace.record() as recording, pytest.raises(vtensor.OutOfPages):
         t.extend(1000)
     assert len(of(recording.events(), "extend")) == 1
-    t.close()
 
 
 def test_rows_are_what_pandas_takes():
@@ -153,7 +150,6 @@ def test_the_newest_stay_and_the_others_are_counted(host):
     assert len(recording.events()) == 128
     assert recording.dropped >= 1000 - 128
     assert f"{recording.dropped:,} older events were dropped" in recording.summary()
-    t.close()
 
 
 # -- beginning and ending
@@ -167,7 +163,6 @@ def test_an_interrupted_recording_stops_and_keeps_what_it_has(host, error):
         raise error
     t.extend(1)
     assert len(of(recording.events(), "extend")) == 1
-    t.close()
 
 
 def test_one_recording_runs_at_a_time_and_holds_its_own_part(host):
@@ -184,7 +179,6 @@ def test_one_recording_runs_at_a_time_and_holds_its_own_part(host):
     assert [e.nbytes // item for e in of(first.events(), "extend")] == [1, 2]
     assert [e.nbytes // item for e in of(second.events(), "extend")] == [3]
     assert (first.capacity, second.capacity) == (1024, 128)
-    t.close()
 
 
 def test_a_recording_is_used_once(host):
