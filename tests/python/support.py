@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +152,30 @@ def eventually(done, seconds: float = 10.0):
     result = within(seconds, done)
     assert result, f"not within {seconds} s"
     return result
+
+
+def run_together(*bodies, seconds=40.0):
+    """Runs each in a thread of its own, started at one moment; raises the first error, or on a deadlock."""
+    barrier = threading.Barrier(len(bodies))
+    errors = []
+
+    def run(body):
+        try:
+            barrier.wait(seconds)
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,), daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    assert not stuck, f"{stuck} did not end within {seconds} s"
+    if errors:
+        raise errors[0]
 
 
 def check_sums(pool):

@@ -7,6 +7,7 @@ import ctypes
 import os
 import random
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vtensor
-from support import calls, calls_since, filled, quarter, run_snippet, simcuda_library
+from support import calls, calls_since, filled, quarter, run_snippet, run_together, simcuda_library
 from vtensor import _core, testing
 from vtensor._torch.memory import entered
 
@@ -263,11 +264,7 @@ def test_threads_that_free_for_one_another(pool_factory, kind):
                         wrong.append(f"{nbytes} bytes changed")
                     free(address, nbytes)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*(partial(work, seed) for seed in range(4)))
     assert not wrong
     for address, _, _ in handed:
         free(address)

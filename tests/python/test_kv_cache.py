@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from functools import partial
 
 import pytest
 
 import vtensor
 from kv_support import MAX_BATCH, MAX_LEN, RANGES, SHAPES, UNIT, filled, grown, make_cache, used
-from support import calls, calls_since, open_pool
+from support import calls, calls_since, open_pool, run_together
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -286,30 +287,21 @@ def test_threads_take_turns(pool_factory, kind):
     """Requests of several threads in one cache: no tokens are mixed up, and nothing is lost."""
     with make_cache(pool_factory(kind, 800), max_batch=16) as cache:
         turn = threading.Lock()
-        errors = []
 
         def work(number):
-            try:
-                for round in range(15):
+            for round in range(15):
+                with turn:
+                    slot = cache.alloc(expect=20)
+                values = [number * 1000 + round * 50 + at for at in range(20)]
+                for at, value in enumerate(values):
                     with turn:
-                        slot = cache.alloc(expect=20)
-                    values = [number * 1000 + round * 50 + at for at in range(20)]
-                    for at, value in enumerate(values):
-                        with turn:
-                            assert grown(cache, slot, at + 1)
-                        write(cache, slot, at, [value])
-                    check_contents(cache, slot, values)
-                    with turn:
-                        cache.free(slot)
-            except BaseException as error:
-                errors.append(error)
+                        assert grown(cache, slot, at + 1)
+                    write(cache, slot, at, [value])
+                check_contents(cache, slot, values)
+                with turn:
+                    cache.free(slot)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not errors and not any(thread.is_alive() for thread in threads)
+        run_together(*(partial(work, number) for number in range(4)))
         testing.check_invariants(cache.pool)
 
 

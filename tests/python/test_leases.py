@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 
 import pytest
 import torch
 
 import vtensor
 from cuda_support import needs_simcuda
-from support import PER_PAGE, eventually, filled, quarter, run_snippet, within
+from support import PER_PAGE, eventually, filled, quarter, run_snippet, run_together, within
 from vtensor import testing
 
 AHEAD = 1 << 20
@@ -497,29 +498,22 @@ def test_leases_from_many_threads(sim, pool):
     t = filled(pool, 16, 1, capacity=64)
     streams = [sim.stream() for _ in range(3)]
     stop = threading.Event()
-    errors = []
 
     def work(stream):
-        try:
-            while not stop.is_set():
-                with vtensor.lease(t, stream=stream):
-                    sim.hold(stream)
-                    sim.kernel(stream, Snapshot(t))
-                sim.release(stream)
-        except BaseException as error:
-            errors.append(error)
+        while not stop.is_set():
+            with vtensor.lease(t, stream=stream):
+                sim.hold(stream)
+                sim.kernel(stream, Snapshot(t))
+            sim.release(stream)
 
-    threads = [threading.Thread(target=work, args=(stream,)) for stream in streams]
-    for thread in threads:
-        thread.start()
-    try:
-        for n in range(60):
-            t.truncate(4)
-            t.extend(12 + n % (4 * PER_PAGE))
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(20)
-    assert not errors
+    def grow():
+        try:
+            for n in range(60):
+                t.truncate(4)
+                t.extend(12 + n % (4 * PER_PAGE))
+        finally:
+            stop.set()
+
+    run_together(grow, *(partial(work, stream) for stream in streams))
     sim.release()
     testing.check_invariants(pool)

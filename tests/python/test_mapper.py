@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from support import (
     filled,
     mapper_calls,
     quarter,
+    run_together,
     simcuda_disarm,
 )
 from vtensor import testing
@@ -476,33 +477,24 @@ def test_one_thread_a_pool_that_ends_with_it(pool_factory):
 
 
 def test_threads_prepare_grow_and_drop_views(anywhere):
-    errors = []
-
     def work(number):
-        try:
-            for turn in range(30):
-                t = quarter(anywhere, 2, rows=(2,), capacity=80)
-                t.fill_(number)
-                views = []
-                for _ in range(8):
-                    t.prepare(5)
-                    views.append(t[:, -1:])
-                    t.append(ones(t, 4, number))
-                    t.shrink(turn % 3)
-                assert t.eq(number).all() and all(v.eq(number).all() for v in views)
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(30):
+            t = quarter(anywhere, 2, rows=(2,), capacity=80)
+            t.fill_(number)
+            views = []
+            for _ in range(8):
+                t.prepare(5)
+                views.append(t[:, -1:])
+                t.append(ones(t, 4, number))
+                t.shrink(turn % 3)
+            assert t.eq(number).all() and all(v.eq(number).all() for v in views)
 
-    threads = [threading.Thread(target=work, args=(i + 1,), daemon=True) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        check_sums(anywhere)
-        testing.check_invariants(anywhere)
-        time.sleep(0.005)
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert not errors, errors[0]
+    def look():
+        for _ in range(20):
+            check_sums(anywhere)
+            testing.check_invariants(anywhere)
+            time.sleep(0.005)
+
+    run_together(look, *(partial(work, number) for number in (1, 2, 3)))
     anywhere.wait_idle(5)
     assert check_sums(anywhere).pages_mapped == 0

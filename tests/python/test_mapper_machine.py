@@ -7,7 +7,8 @@ is raised by a later operation (I10); threads of their own grow and drop tensors
 
 from __future__ import annotations
 
-import threading
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -16,7 +17,7 @@ from hypothesis.stateful import precondition, rule
 
 import vtensor
 from stream_support import busy_device
-from support import check_sums, draws, open_pool, quarter, simcuda_library
+from support import check_sums, draws, open_pool, quarter, run_together, simcuda_library
 from test_state_machine import Machine
 from vtensor import testing
 from vtensor.testing.machine import BUDGET_PAGES, PAGE_SIZES, REFUSED, which
@@ -156,10 +157,10 @@ class MapperMachine(Machine):
     @rule(index=st.integers(0, 1), seed=st.integers(0, 3))
     def beside_others(self, index, seed):
         """Threads that grow, prepare, share and drop tensors of their own."""
-        pool, errors = self.pools[index], []
+        pool = self.pools[index]
 
         def work(number):
-            try:
+            with suppress(vtensor.OutOfPages, vtensor.DriverError):
                 for turn in range(3):
                     t = quarter(pool, 1, rows=(1 + number % 2,), capacity=24)
                     t.fill_(number)
@@ -168,18 +169,8 @@ class MapperMachine(Machine):
                     t.extend(5).narrow(1, 1, 5).fill_(number)
                     assert t.eq(number).all() and view.eq(number).all()
                     t.shrink(seed)
-            except (vtensor.OutOfPages, vtensor.DriverError):
-                pass
-            except BaseException as error:
-                errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive(), "stuck"
-        assert not errors, errors[0]
+        run_together(partial(work, 1), partial(work, 2))
 
     def check_counts(self, pool):
         stats = check_sums(pool)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ import torch
 
 import vtensor
 from kv_support import make_cache
-from support import SOAK, check_sums, eventually, leave_spare, open_pool
+from support import SOAK, check_sums, eventually, leave_spare, open_pool, run_together
 from vtensor import _core, testing
 from vtensor.cli import top
 
@@ -479,11 +480,7 @@ def test_an_operation_that_asks_owes_nothing(name):
             lengths[slot] = 64
             results.append(cache.step(lengths))
 
-        threads = [threading.Thread(target=need, args=(cache,)) for cache in caches]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_together(*(partial(need, cache) for cache in caches))
         assert time.monotonic() - began < 3 and len(results) == 2
         taken.close()
         filler.close()

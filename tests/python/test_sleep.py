@@ -10,7 +10,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import vtensor
 from interrupts import at_bytecode
 from kv_support import UNIT, make_cache
-from support import Finished, draws, eventually, leave_spare, open_pool, run_program, simcuda_library
+from support import (
+    Finished,
+    draws,
+    eventually,
+    leave_spare,
+    open_pool,
+    run_program,
+    run_together,
+    simcuda_library,
+)
 from vtensor import _core, testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -528,22 +538,13 @@ def test_a_prefix_that_the_mapper_has_not_mapped_yet(pool_factory, kind):
 
 def test_two_threads_put_to_sleep_and_wake(scene):
     pool = scene.pool
-    refused: list[BaseException] = []
 
     def cycle(tag: str) -> None:
-        try:
-            for _ in range(5):
-                pool.sleep(tag=tag, contents="host")
-                pool.wake(tag=tag)
-        except BaseException as error:
-            refused.append(error)
+        for _ in range(5):
+            pool.sleep(tag=tag, contents="host")
+            pool.wake(tag=tag)
 
-    threads = [threading.Thread(target=cycle, args=(tag,)) for tag in ("weights", "kv", "tensors", "kv")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert refused == []
+    run_together(*(partial(cycle, tag) for tag in ("weights", "kv", "tensors", "kv")))
     pool.wake()
     scene.check()
 
@@ -801,29 +802,23 @@ def test_closed_by_another_thread(kind, tmp_path, place):
     for turn in range(12):
         pool = open_pool(kind, 1024)
         tensors = [filled(pool, 100 * PAGE, i) for i in range(8)]
-        begun, failed = threading.Event(), []
+        begun = threading.Event()
 
-        def cycle(pool=pool, begun=begun, failed=failed) -> None:
-            try:
+        def cycle(pool=pool, begun=begun) -> None:
+            with suppress(vtensor.Closed):
                 while True:
                     pool.sleep(contents=contents)
                     begun.set()
                     pool.wake()
-            except vtensor.Closed:
-                pass
-            except BaseException as error:
-                failed.append(error)
-            begun.set()
 
-        thread = threading.Thread(target=cycle)
-        thread.start()
-        begun.wait(60)
-        for t in tensors[turn % 8 :]:
-            t.close()
-        time.sleep(turn * 0.0005)
-        pool.close()
-        thread.join(60)
-        assert not thread.is_alive() and failed == []
+        def close(pool=pool, begun=begun, tensors=tensors, turn=turn) -> None:
+            begun.wait(20)
+            for t in tensors[turn % 8 :]:
+                t.close()
+            time.sleep(turn * 0.0005)
+            pool.close()
+
+        run_together(cycle, close)
         tensors.clear()
         gc.collect()
         eventually(lambda pool=pool: pool.stats().pages_used == pool.stats().nbytes_asleep == 0)

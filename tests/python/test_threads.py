@@ -13,35 +13,10 @@ import torch
 
 import vtensor
 from kv_support import MAX_BATCH, MAX_LEN, UNIT, make_cache
-from support import PER_PAGE, filled, quarter
+from support import PER_PAGE, filled, quarter, run_together
 from vtensor import testing
 
 THREADS = 6
-SECONDS = 40
-
-
-def run_together(*bodies):
-    """Runs each in a thread of its own, started at one moment; raises the first error, or on a deadlock."""
-    barrier = threading.Barrier(len(bodies))
-    errors = []
-
-    def run(body):
-        try:
-            barrier.wait(SECONDS)
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(body,), daemon=True) for body in bodies]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + SECONDS
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    stuck = [thread.name for thread in threads if thread.is_alive()]
-    assert not stuck, f"{stuck} did not end within {SECONDS} s"
-    if errors:
-        raise errors[0]
 
 
 @pytest.fixture
@@ -393,33 +368,24 @@ def test_looks_at_a_cache_beside_its_steps_and_its_close(pool_factory, kind):
         pool = pool_factory(kind, pages=400)
         cache = make_cache(pool, lookahead=UNIT)
         slots = [cache.alloc() for _ in range(MAX_BATCH)]
-        errors = []
         looked = threading.Event()
-        looks = [0]
 
-        def look(cache=cache, slots=slots, errors=errors, looked=looked, looks=looks):
-            try:
+        def look(cache=cache, slots=slots, looked=looked):
+            with pytest.raises(vtensor.Closed):
                 while True:
                     assert all(0 <= n <= MAX_LEN for n in cache.lengths)
                     assert cache.stats().slots_used in (MAX_BATCH, 0)
                     cache.length(slots[0])
                     repr(cache)
-                    looks[0] += 1
                     looked.set()
-            except vtensor.Closed:
-                pass
-            except BaseException as error:
-                errors.append(error)
 
-        threads = [threading.Thread(target=look, daemon=True) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for length in range(1, MAX_LEN, 1 + turn):
-            assert cache.step([length] * MAX_BATCH)
-        assert looked.wait(20)
-        cache.close()
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
-        assert not errors
+        def step(cache=cache, looked=looked, turn=turn):
+            try:
+                for length in range(1, MAX_LEN, 1 + turn):
+                    assert cache.step([length] * MAX_BATCH)
+                assert looked.wait(20)
+            finally:
+                cache.close()
+
+        run_together(look, look, step)
         pool.close()
