@@ -7,21 +7,19 @@ import time
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import vtensor
+from machines import case
 from support import (
     Rival,
     calls,
     calls_since,
-    draws,
     eventually,
     filled,
     open_pool,
     quarter,
-    simcuda_library,
 )
 from vtensor import testing
 
@@ -30,7 +28,6 @@ BLOCK = 6144  # one and a half pages: neighbours share one
 BLOCKS = 24
 PAGES = BLOCKS * BLOCK // PAGE
 FOREIGN = 255
-needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
 
 
 def block(i: int) -> tuple[int, int]:
@@ -197,10 +194,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 def machine(kind: str, **options):
-    test = type(f"{kind}{options}", (ArenaMachine,), {"kind": kind, "options": options}).TestCase
-    test.settings = settings(max_examples=draws(25), stateful_step_count=30)
-    test.pytestmark = [pytest.mark.thorough]
-    return needs_simcuda(test) if kind == "simcuda" else test
+    return case(type(f"{kind}{options}", (ArenaMachine,), {"kind": kind, "options": options}), 25, 30)
 
 
 TestHost = machine("host", prefetch=0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import vtensor
-from support import Rival, calls, calls_since, draws, filled, open_pool, simcuda_library
+from machines import case
+from support import Rival, calls, calls_since, filled, open_pool
 from vtensor import testing
 
 PAGE = 4096
@@ -181,14 +181,8 @@ class BlocksMachine(RuleBasedStateMachine):
         assert self.pool.stats().pages_used == 0
 
 
-TestHost = BlocksMachine.TestCase
-TestHost.settings = settings(max_examples=draws(40), stateful_step_count=40)
-TestHost.pytestmark = [pytest.mark.thorough]
-TestSimcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")(
-    type("Simcuda", (BlocksMachine,), {"kind": "simcuda"}).TestCase
-)
-TestSimcuda.settings = TestHost.settings
-TestSimcuda.pytestmark.append(pytest.mark.thorough)
+TestHost = case(BlocksMachine, 40, 40)
+TestSimcuda = case(type("Simcuda", (BlocksMachine,), {"kind": "simcuda"}), 40, 40)
 
 
 # --- held, released, held again ---------------------------------------------------------------------------

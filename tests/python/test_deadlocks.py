@@ -6,7 +6,8 @@ import textwrap
 
 import pytest
 
-from support import run_snippet, simcuda_library
+from cuda_support import needs_simcuda
+from support import run_snippet
 
 # A pool of the host, or of a device on which kernels run that unmap and set-access wait for.
 POOLS = {
@@ -20,16 +21,7 @@ busy = busy_device()
 busy.__enter__()
 """,
 }
-DEVICES = pytest.mark.parametrize(
-    "device",
-    [
-        "host",
-        pytest.param(
-            "busy_device",
-            marks=pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built"),
-        ),
-    ],
-)
+DEVICES = pytest.mark.parametrize("device", ["host", pytest.param("busy_device", marks=needs_simcuda)])
 # Its mapper is kept busy: pages ahead, cached tensors, and something always on its way out.
 BUSY = r"""
 import threading, time, warnings
@@ -333,7 +325,7 @@ pool.close()
     )
 
 
-@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+@needs_simcuda
 def test_a_signal_while_the_device_is_waited_for():
     """The wait ends in its own time (I12), then the signal comes; the next call works."""
     check(

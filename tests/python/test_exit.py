@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import vtensor
+from cuda_support import needs_simcuda
 from support import (
     HERE,
     PER_PAGE,
@@ -21,23 +22,13 @@ from support import (
     run_snippet,
     same_bytes,
     simcuda_leaks,
-    simcuda_library,
 )
 
-needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
 
-
-@pytest.fixture
-def open_kind(kind):
-    if kind == "simcuda" and simcuda_library() is None:
-        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
-    return kind
-
-
-def test_a_closed_pool_leaves_no_descriptor_mapping_or_thread(open_kind):
+def test_a_closed_pool_leaves_no_descriptor_mapping_or_thread(kind):
     threads = len(os.listdir("/proc/self/task"))
     before = memfds(), memfd_mappings()
-    pool = open_pool(open_kind, 64)
+    pool = open_pool(kind, 64)
     tensors = [filled(pool, 9, i, rows=(2,)) for i in range(3)]
     tensors.append(tensors[0].fork())
     pool.close()
@@ -46,13 +37,13 @@ def test_a_closed_pool_leaves_no_descriptor_mapping_or_thread(open_kind):
     assert len(os.listdir("/proc/self/task")) <= threads
     stats = pool.stats()
     assert (stats.pages_used, stats.pages_mapped, stats.pages_orphaned, stats.tensors) == (0, 0, 0, 0)
-    if open_kind == "simcuda":
+    if kind == "simcuda":
         assert not simcuda_leaks()
 
 
-def test_pages_of_living_views_are_orphaned_and_go_with_the_last(open_kind):
+def test_pages_of_living_views_are_orphaned_and_go_with_the_last(kind):
     before = memfds(), memfd_mappings()
-    pool = open_pool(open_kind, 64)
+    pool = open_pool(kind, 64)
     t = filled(pool, 5 * PER_PAGE, 7)
     views = [t[:2], t[2 * PER_PAGE :], t[1]]
     filled(pool, 9)
@@ -69,13 +60,13 @@ def test_pages_of_living_views_are_orphaned_and_go_with_the_last(open_kind):
     stats = pool.stats()
     assert (stats.pages_orphaned, stats.pages_used, stats.pages_mapped, stats.nbytes_reserved) == (0, 0, 0, 0)
     assert (memfds(), memfd_mappings()) == before
-    if open_kind == "simcuda":
+    if kind == "simcuda":
         assert not simcuda_leaks()
 
 
-def test_a_view_that_outlives_pool_and_tensor(open_kind):
+def test_a_view_that_outlives_pool_and_tensor(kind):
     before = memfds(), memfd_mappings()
-    pool = open_pool(open_kind, 64)
+    pool = open_pool(kind, 64)
     t = filled(pool, 5, 7)
     view, expected = t[1:4], t[1:4].clone()
     del t, pool
@@ -84,13 +75,13 @@ def test_a_view_that_outlives_pool_and_tensor(open_kind):
     del view
     gc.collect()
     assert (memfds(), memfd_mappings()) == before
-    if open_kind == "simcuda":
+    if kind == "simcuda":
         assert not simcuda_leaks()
 
 
-def test_a_pool_that_is_dropped_lives_while_its_tensors_do(open_kind):
+def test_a_pool_that_is_dropped_lives_while_its_tensors_do(kind):
     before = memfds()
-    t = filled(open_pool(open_kind, 64), 5, 7)
+    t = filled(open_pool(kind, 64), 5, 7)
     gc.collect()
     assert not t.pool.closed
     t.extend(5)
@@ -100,30 +91,30 @@ def test_a_pool_that_is_dropped_lives_while_its_tensors_do(open_kind):
     assert memfds() == before
 
 
-def test_a_pool_is_a_context_manager(open_kind):
-    with open_pool(open_kind, 8) as pool:
+def test_a_pool_is_a_context_manager(kind):
+    with open_pool(kind, 8) as pool:
         t = filled(pool, 3)
     assert pool.closed and t.closed
 
 
-def test_close_in_the_middle_of_shares(open_kind):
-    pool = open_pool(open_kind, 64)
+def test_close_in_the_middle_of_shares(kind):
+    pool = open_pool(kind, 64)
     t = filled(pool, 10, 1)
     f = t.fork()
     view = f[2:9]
     pool.close()
     assert view.eq(1).all() and t.closed and f.closed
-    if open_kind == "host":
+    if kind == "host":
         view.fill_(3)
         assert view.eq(3).all()
     del view
     assert pool.stats().pages_used == 0
 
 
-def test_pools_come_and_go(open_kind):
+def test_pools_come_and_go(kind):
     before = memfds(), memfd_mappings()
     for i in range(30):
-        pool = open_pool(open_kind, 16)
+        pool = open_pool(kind, 16)
         t = filled(pool, 9, i)
         t.fork().fill_(1)
         t.shrink(3).reallocate(90)
@@ -188,8 +179,8 @@ threading.Thread(target=run, daemon=True).start(); time.sleep(0.05)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_interpreter_exits_with_live(open_kind, ending):
-    finished = run_snippet(LIVE.format(kind=open_kind) + ENDINGS[ending], finalize=True).check()
+def test_the_interpreter_exits_with_live(kind, ending):
+    finished = run_snippet(LIVE.format(kind=kind) + ENDINGS[ending], finalize=True).check()
     assert finished.err == "", finished.err
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import vtensor
-from support import Finished, run_program, run_snippet, simcuda_library
+from cuda_support import needs_simcuda
+from support import Finished, run_program, run_snippet
 
 CACHE = """
 pool = vtensor.Pool("cpu", page_size=4096, budget="64MiB")
@@ -290,7 +291,7 @@ def test_a_read_of_a_strict_hole_is_named_as_one() -> None:
     assert ", a read to position" in finished.err
 
 
-@pytest.mark.skipif(simcuda_library() is None, reason="the simulated libcuda is not built")
+@needs_simcuda
 def test_pages_of_a_simulated_device_are_named_too() -> None:
     named, reason = ended(
         "",

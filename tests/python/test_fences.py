@@ -13,11 +13,11 @@ import time
 import pytest
 
 import vtensor
+from cuda_support import needs_simcuda
 from stream_support import NEVER
-from support import calls, calls_since, eventually, filled, quarter, run_snippet, simcuda_library
+from support import calls, calls_since, eventually, filled, quarter, run_snippet
 from vtensor import testing
 
-needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
 AHEAD = 16 * 4096
 WORKERS = pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from support import run_snippet, simcuda_library
+from cuda_support import needs_simcuda
+from support import run_snippet
 
 # The parent makes objects of every kind, forks, and lets the child run `child()`; both then check.
 PARENT = """
@@ -537,7 +538,7 @@ def test_the_memfd_is_not_inherited_by_exec():
     ).check()
 
 
-@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+@needs_simcuda
 def test_a_simulated_cuda_pool_refuses_in_the_child_too():
     run_snippet(
         """

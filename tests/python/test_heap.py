@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vtensor
-from support import calls, calls_since, filled, quarter, run_snippet, run_together, simcuda_library
+from support import calls, calls_since, filled, quarter, run_snippet, run_together
 from vtensor import _core, testing
 from vtensor._torch.memory import entered
 
@@ -479,7 +479,6 @@ class FakeTorch:
         return address
 
 
-@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
 def test_memory_is_given_through_a_mem_pool(simcuda, monkeypatch):
     fake = FakeTorch(monkeypatch)
     with vtensor.memory(simcuda, tag="weights"):

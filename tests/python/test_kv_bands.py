@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 import vtensor
 from kv_support import PAGE, SHAPES, UNIT, filled, grown, lacks_host_memory, make_cache, options_of
-from support import calls, calls_since, draws, open_pool, run_snippet, simcuda_library
+from machines import case
+from support import calls, calls_since, open_pool, run_snippet
 from vtensor.testing.cache_machine import BUDGET_PAGES, CacheMachine, which
 from vtensor.testing.kv_model import check_contents, write
 from vtensor.testing.strategies import failures, growths
@@ -232,18 +232,11 @@ class BandMachine(CacheMachine):
         return pages
 
 
-def case(kind: str, shape: str):
-    fixed = {"kind": kind, "options": options_of(shape, bands=BANDED[shape])}
-    test = type(f"Bands{kind}{shape}".replace(" ", ""), (BandMachine,), fixed).TestCase
-    test.settings = settings(max_examples=draws(30), stateful_step_count=40)
-    test.pytestmark = [pytest.mark.thorough]
-    missing = kind == "simcuda" and simcuda_library() is None
-    return pytest.mark.skipif(missing, reason="libsimcuda.so is not built")(test)
-
-
 for _kind in ("host", "simcuda"):
     for _shape in BANDED:
-        globals()[f"Test{_kind}{_shape}".replace(" ", "_")] = case(_kind, _shape)
+        _fixed = {"kind": _kind, "options": options_of(_shape, bands=BANDED[_shape])}
+        _banded = type(f"Bands{_kind}{_shape}".replace(" ", ""), (BandMachine,), _fixed)
+        globals()[f"Test{_kind}{_shape}".replace(" ", "_")] = case(_banded, 30, 40)
 
 
 # --- contents and memory ----------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import vtensor
 from kv_support import PAGE, SHAPES, options_of
-from support import draws, open_pool, simcuda_library
+from machines import case
+from support import draws, open_pool
 from vtensor.testing.cache_machine import BUDGET_PAGES, CacheMachine
 
 
@@ -34,20 +35,12 @@ def machine(kind: str, shape: str, prefetch: int = 0, **options) -> type[Machine
     return type(name, (Machine,), fixed)
 
 
-def case(kind: str, *arguments, **options):
-    test = machine(kind, *arguments, **options).TestCase
-    test.settings = settings(max_examples=draws(12), stateful_step_count=40)
-    test.pytestmark = [pytest.mark.thorough]
-    return pytest.mark.skipif(
-        kind == "simcuda" and simcuda_library() is None, reason="libsimcuda.so is not built"
-    )(test)
-
-
 for _kind in ("host", "simcuda"):
     for _shape in SHAPES:
-        globals()[f"Test{_kind}{_shape}".replace(" ", "_")] = case(_kind, _shape)
+        globals()[f"Test{_kind}{_shape}".replace(" ", "_")] = case(machine(_kind, _shape), 12, 40)
     for _shape in ("sliced", "tiles"):
-        globals()[f"Test{_kind}{_shape}mapper"] = case(_kind, _shape, prefetch=8 * PAGE, lookahead=20)
+        _looking = machine(_kind, _shape, prefetch=8 * PAGE, lookahead=20)
+        globals()[f"Test{_kind}{_shape}mapper"] = case(_looking, 12, 40)
 
 
 @pytest.mark.thorough

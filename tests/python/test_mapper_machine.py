@@ -10,14 +10,13 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 
-import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 import vtensor
+from machines import case
 from stream_support import busy_device
-from support import check_sums, draws, open_pool, quarter, run_together, simcuda_library
+from support import check_sums, open_pool, quarter, run_together
 from test_state_machine import Machine
 from vtensor import testing
 from vtensor.testing.machine import BUDGET_PAGES, PAGE_SIZES, REFUSED, which
@@ -218,17 +217,7 @@ class AskedMachine(MapperMachine):
     ahead = 0
 
 
-def case(machine, examples):
-    found = machine.TestCase
-    found.settings = settings(max_examples=draws(examples))
-    found.pytestmark = [pytest.mark.seconds(300), pytest.mark.thorough]
-    return found
-
-
-TestLookingAhead = case(MapperMachine, 40)
-TestAsked = case(AskedMachine, 20)
-needs_simcuda = pytest.mark.skipif(
-    simcuda_library() is None, reason="libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)"
-)
-TestSimulatedCuda = needs_simcuda(case(CudaMapperMachine, 20))
-TestBusyDevice = needs_simcuda(case(BusyDeviceMachine, 10))
+TestLookingAhead = case(MapperMachine, 40, seconds=300)
+TestAsked = case(AskedMachine, 20, seconds=300)
+TestSimulatedCuda = case(CudaMapperMachine, 20, seconds=300)
+TestBusyDevice = case(BusyDeviceMachine, 10, seconds=300)

@@ -15,7 +15,7 @@ from vtensor.integrations.flex_attention import CacheMask
 from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
-from support import run_snippet, simcuda_library
+from support import run_snippet
 from vtensor import testing, together
 from vtensor.replay import read_trace
 from vtensor.serving import Request, Scheduler
@@ -33,15 +33,6 @@ def small():
     pool = vtensor.Pool("cpu", page_size=4096, prefetch=0)
     yield pool
     testing.check_invariants(pool)
-    pool.close()
-
-
-@pytest.fixture
-def cuda():
-    if simcuda_library() is None:
-        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
-    pool = testing.simulated_cuda_pool(str(simcuda_library()))
-    yield pool
     pool.close()
 
 
@@ -107,10 +98,10 @@ def test_zeros_extend_with_zeros_after_a_front_shrink(pool):
     assert t[:page].eq(7).all() and t[page:].eq(0).all()
 
 
-def test_a_tensor_that_moved_with_a_view_alive_can_be_written(cuda):
+def test_a_tensor_that_moved_with_a_view_alive_can_be_written(simcuda):
     """I6 on CUDA: its pages are shared with the view, and a write to it unshares them."""
-    page = cuda.page_size // 4
-    t = vtensor.empty(0, grow_dim=0, capacity=8 * page, pool=cuda, when_full="move").extend(6 * page)
+    page = simcuda.page_size // 4
+    t = vtensor.empty(0, grow_dim=0, capacity=8 * page, pool=simcuda, when_full="move").extend(6 * page)
     t.fill_(1)
     t.shrink(2 * page, front=True)
     view = t[:10]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vtensor
+from cuda_support import needs_simcuda
 from support import (
     PER_PAGE,
     calls,
@@ -20,7 +21,6 @@ from support import (
     ramp,
     run_snippet,
     same_bytes,
-    simcuda_library,
 )
 from vtensor import testing
 
@@ -98,7 +98,7 @@ def test_a_write_to_a_host_tensor_stays_on_its_side(host, write, by_child):
     write_on_one_side(host, write, by_child)
 
 
-@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+@needs_simcuda
 def test_a_write_to_a_cuda_tensor_stays_on_its_side():
     """In a process of its own: a write that reached a read-only page would end it."""
     run_snippet(
@@ -130,7 +130,7 @@ SHARES = {
 }
 
 
-@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+@needs_simcuda
 @pytest.mark.parametrize("share", SHARES)
 def test_a_class_that_is_refused_leaves_no_shared_page_without_its_hook(share):  # I6, I8
     """In a process of its own: audit hooks stay, and a write that reached a read-only page would end it."""

@@ -16,22 +16,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import vtensor
 from interrupts import at_bytecode
 from kv_support import UNIT, make_cache
+from machines import case
 from support import (
     Finished,
-    draws,
     eventually,
     leave_spare,
     open_pool,
     run_program,
     run_together,
-    simcuda_library,
 )
 from vtensor import _core, testing
 from vtensor.testing.kv_model import check_contents, write
@@ -1006,17 +1004,8 @@ class CudaSleepMachine(SleepMachine):
     kind = "simcuda"
 
 
-def case(machine: type[SleepMachine]):
-    found = machine.TestCase
-    found.settings = settings(max_examples=draws(settings.default.max_examples))
-    found.pytestmark = [pytest.mark.seconds(300), pytest.mark.thorough]
-    return found
-
-
-TestSleep = case(SleepMachine)
-TestSimulatedSleep = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")(
-    case(CudaSleepMachine)
-)
+TestSleep = case(SleepMachine, seconds=300)
+TestSimulatedSleep = case(CudaSleepMachine, seconds=300)
 
 
 def resident() -> int:

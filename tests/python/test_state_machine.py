@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 
 import vtensor
-from support import draws, open_pool, simcuda_library
+from machines import case
+from support import open_pool
 from vtensor.testing.machine import BUDGET_PAGES, PAGE_SIZES, TensorMachine
 
 
@@ -23,15 +23,6 @@ class CudaMachine(Machine):
     kind = "simcuda"
 
 
-def case(machine):
-    found = machine.TestCase
-    found.settings = settings(max_examples=draws(settings.default.max_examples))
-    # With look-ahead its draws would hang on time; test_mapper_machine.py has that.
-    found.pytestmark = [pytest.mark.seconds(300), pytest.mark.thorough, pytest.mark.exact]
-    return found
-
-
-TestHost = case(Machine)
-TestSimulatedCuda = pytest.mark.skipif(
-    simcuda_library() is None, reason="libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)"
-)(case(CudaMachine))
+# With look-ahead its draws would hang on time; test_mapper_machine.py has that.
+TestHost = case(Machine, None, None, pytest.mark.exact, seconds=300)
+TestSimulatedCuda = case(CudaMachine, None, None, pytest.mark.exact, seconds=300)
