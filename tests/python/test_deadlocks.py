@@ -185,67 +185,6 @@ def test_exit(ending, device):
     check("\n" + EXITS[ending], device=device, finalize=True)
 
 
-CHILD = """
-def in_child():
-    # Nothing of ours works, and everything dies without a word (I13).
-    for call in (lambda: t.extend(1), lambda: t.prepare(9), lambda: t.fill_(4), pool.stats,
-                 lambda: pool.wait_idle(1), pool.trim):
-        try:
-            call()
-        except vtensor.VTensorError as error:
-            assert "fork" in str(error), error
-        else:
-            raise AssertionError("it works in a forked child")
-
-def reap(pid, what):
-    until = time.monotonic() + 15
-    while time.monotonic() < until:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            assert os.waitstatus_to_exitcode(status) == 0, (what, status)
-            return
-        time.sleep(0.002)
-    os.kill(pid, 9)
-    raise AssertionError(f"{what}: the child is stuck")
-
-t = filled(pool, 9, 3)
-view = t[2:5]
-"""
-
-
-def test_fork_during_mapping():
-    """From a thread, while others grow and the mapper works: the child ends, the parent goes on."""
-    check(
-        CHILD
-        + """
-forks = []
-
-def fork():
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)
-            in_child()
-            os._exit(0)
-        except BaseException as error:
-            os.write(2, repr(error).encode())
-            os._exit(1)
-    reap(pid, "fork")
-    forks.append(pid)
-    time.sleep(0.01)
-
-threads = [thread(grow), thread(grow), thread(fork)]
-time.sleep(1)
-join(threads)
-assert len(forks) > 3
-t.extend(9)
-assert t[:9].eq(3).all() and view.eq(3).all()
-pool.wait_idle(10)
-testing.check_invariants(pool)
-"""
-    )
-
-
 SIGNAL = """
 import signal
 def ring(*_):
@@ -290,37 +229,6 @@ interrupted(wait, 5)
 join(threads)
 t.extend(1)
 testing.check_invariants(pool)
-"""
-    )
-
-
-def test_a_fork_while_another_thread_makes_the_default_pool():
-    """The child's first tensor is refused; it does not wait for a lock whose owner stayed in the parent."""
-    check(
-        """
-import signal
-import vtensor.pool
-real = vtensor.pool.Pool
-making = threading.Event()
-def slow(*arguments):
-    making.set()
-    time.sleep(0.5)
-    return real(*arguments)
-vtensor.pool.Pool = slow
-maker = threading.Thread(target=vtensor.default_pool)
-maker.start()
-making.wait()
-child = os.fork()
-if child == 0:
-    signal.alarm(10)
-    try:
-        vtensor.empty(0, 4, grow_dim=0, capacity=4, dtype=torch.uint8, device="cpu")
-    except vtensor.VTensorError as error:
-        os._exit(0 if "forked" in str(error) else 1)
-    os._exit(2)
-assert os.waitpid(child, 0)[1] == 0
-maker.join()
-pool.close()
 """
     )
 

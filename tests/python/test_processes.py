@@ -16,7 +16,7 @@ import torch
 
 import vtensor
 from kv_support import make_cache
-from support import filled, quarter, ramp, run_snippet, same_bytes
+from support import filled, quarter, ramp, same_bytes
 
 STRATEGIES = ("file_descriptor", "file_system")
 
@@ -179,39 +179,3 @@ def test_a_tensor_that_dlpack_made_is_shared_as_a_copy(pool, strategy):
     assert made.share_memory_().is_shared() and made.data_ptr() != address
     made.fill_(2)
     assert t.data_ptr() == address and t.extend(1)[:12].eq(1).all()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_forked_process(strategy):
-    """It is refused as its parent was."""
-    run_snippet(
-        f"""
-import multiprocessing
-torch.multiprocessing.set_sharing_strategy({strategy!r})
-cache = vtensor.KVCache(num_layers=2, num_kv_heads=2, head_dim=16, max_batch=4, max_len=4096,
-                        dtype=torch.float32, device="cpu")
-slot = cache.alloc()
-assert cache.step([100 if i == slot else 0 for i in range(4)])
-view = cache[0][0][slot, :100]
-view.fill_(7)
-context = multiprocessing.get_context("fork")
-queue = context.SimpleQueue()
-
-def put(x):
-    try:
-        queue.put(x)
-    except vtensor.VTensorError as error:
-        return "clone()" in str(error)
-
-def work():
-    queue.put(put(view))
-
-assert put(view)
-process = context.Process(target=work)
-process.start()
-assert queue.get()
-process.join(30)
-assert process.exitcode == 0
-cache.close()
-"""
-    ).check()

@@ -245,32 +245,6 @@ def test_a_closed_reader_says_so():
     t.close(), pool.close()
 
 
-def test_a_forked_child_gets_no_plain_tensor_of_its_parents_reader():
-    """I13: reading it would end the child."""
-    run_snippet("""
-        import os
-        from multiprocessing import Pipe
-
-        pool = vtensor.Pool("cpu", shareable=True)
-        t = vtensor.zeros(3, 4, grow_dim=0, capacity=16, pool=pool)
-        ours, theirs = Pipe()
-        ours.send(t)
-        reader = theirs.recv()
-        child = os.fork()
-        if child == 0:
-            for read in (lambda: reader.alias(), lambda: reader.numpy(), lambda: reader.data):
-                try:
-                    read()
-                except vtensor.VTensorError as error:
-                    assert "forked" in str(error)
-                else:
-                    os._exit(1)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert reader.alias().eq(0).all()
-    """).check()
-
-
 class Rotary(torch.nn.Linear):
     """With a buffer that state dicts leave out, as rotary embeddings have one, and an empty parameter."""
 

@@ -77,21 +77,6 @@ def test_pages_that_cannot_be_read_are_not():
     ).check()
 
 
-def test_no_lock_is_waited_for():
-    """In a child of `fork` whose parent may have held the pool's lock, as beside a thread that holds it."""
-    run_snippet(
-        """
-        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, prefetch=0)
-        t = filled(pool, 8)
-        line = repr(t)
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if repr(t) == line else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        """
-    ).check()
-
-
 def test_a_graph_that_a_write_brought_in_is_named(pool):
     t = quarter(pool, 3, dtype=torch.float32)
     assert "grad_fn" not in repr(t)
