@@ -117,6 +117,7 @@ UNFIT = [
     ("subclass", torch.ones(3).as_subclass(Subclass), "Subclass"),
     ("conjugated", torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
     ("shared", torch.ones(3).share_memory_(), "shared memory"),
+    ("inference", torch.inference_mode()(torch.ones)(3), "made in inference mode"),
 ]
 
 

@@ -428,18 +428,6 @@ def test_a_capture_survives_a_refusal(sim, stream_pool):
 # --- vtensor.memory ---------------------------------------------------------------------------------------
 
 
-def test_there_is_no_hook_on_the_cpu(host):
-    with (
-        pytest.raises(vtensor.InvalidArgument, match=r"vtensor\.adopt.*vtensor\.empty"),
-        vtensor.memory(host),
-    ):
-        pass
-    with pytest.raises(vtensor.InvalidArgument, match="tag"), vtensor.memory(host, tag=""):
-        pass
-    with pytest.raises(vtensor.InvalidArgument, match="pool"), vtensor.memory("cpu"):
-        pass
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds a GPU")
 def test_without_a_device(simcuda):
     for pool in (simcuda, None):

@@ -96,20 +96,6 @@ def test_prepare_of_many_tensors(host):
     assert calls_since(host, before) == {}
 
 
-def test_prepare_asks_nothing_that_cannot_be(host):
-    t = filled(host, 3, capacity=12)
-    with pytest.raises(vtensor.CapacityExceeded):
-        t.prepare(10)
-    with pytest.raises(vtensor.InvalidArgument):
-        t.prepare(-1)
-    t.prepare(0)
-    t.close()
-    with pytest.raises(vtensor.Closed):
-        t.prepare(1)
-    host.wait_idle(5)
-    assert host.stats().pages_prefetched == 0
-
-
 def test_more_than_the_budget_is_prepared_as_far_as_it_goes(host):
     t = filled(host, 1, capacity=1000)
     t.prepare(999)

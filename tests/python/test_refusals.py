@@ -20,7 +20,7 @@ from kv_support import UNIT, make_cache
 from operations import NAMES, OPERATIONS, TORCH_OPERATIONS
 from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet, simcuda_library
 from vtensor import testing
-from vtensor.serving import LengthHistogram, Promises, Request
+from vtensor.serving import LengthHistogram, Promises, Request, Scheduler
 from vtensor.testing.kv_model import check_contents, write
 
 # A call a line, and words of its message. `<a | b>` stands for a line with each, NO_INTEGER for many such.
@@ -40,7 +40,9 @@ t.unshare(0, NO_INTEGER)
 t.reindex([0])
 rows.reindex(<5 | None | [] | [[0], [1]] | ['a'] | 'ab' | torch.ones(2, 2).long() | [5] | [-3] | [2**63]>)
 rows.reindex([NO_INTEGER])
+rows.reindex(<torch.tensor([True, False]) | [True, False] | (False, True)>) -> give integers
 rows.reindex(torch.ones(1, device='meta', dtype=torch.int)) -> index is a Tensor without memory
+vtensor.together.reindex([rows, floats], <[[1, 0]] | [[1, 0]] * 3>) -> 2 tensors and
 t.append(NO_TENSOR)
 floats.append(torch.ones(<2, 1, 5, 6 | 1, 1, 5, 7 | 2, 5, 7 | 2, 1, 5, 7, 1 | () | 35>)) -> (2, 3, 5, 7)
 floats.append(x.<double() | half() | int() | cfloat()>) -> torch.float32
@@ -208,6 +210,8 @@ cache.write('k', 0, 0, kv, kv) -> layer is a str: give an integer
 cache.write(0, 0, <-1 | 2**63 | 'x'>, kv, kv) -> starts is
 cache.write(0, [0, 1], [0], kv, kv) -> 2 slots and 1 starts
 cache.write(0, [0, 1], [0, 0], kv, kv) -> 1 tokens for 2 slots: give counts=
+cache.write(0, [0, 1], [0, 0], <swapped, ragged | ragged, swapped>, counts=[3, 3]) -> 2 tokens of 3 slots
+cache.write(0, [0, 1], [0, 0], <swapped, batch | batch, swapped>) -> [3, 2, 2, 32], 2 tokens of 3 slots
 cache.write(0, {0}, 0, kv, kv) -> slots is {0}: give an integer, or one for each
 cache.write(0, [0], [0], kv, kv, counts=[2]) -> counts has 1 entries, 2 in all
 cache.write(0, 0, 0, kv[:, :1], kv) -> layer 0 takes [tokens, 2, 32] or [slots, tokens, 2, 32]
@@ -231,6 +235,8 @@ request(id=[1]) -> hashable
 Promises(tpot=<0 | -1 | math.inf | math.nan | 'soon' | None | [1]>) -> [Promises] tpot
 Promises(1.0, ttft=<0 | -1 | math.inf | math.nan>) -> [Promises] ttft is
 Promises(1.0, slower=<-0.1 | math.inf | math.nan | 'much'>) -> [Promises] slower
+Scheduler(cache, token_budget=5.5) -> token_budget is a float
+Scheduler(t) -> cache is a VTensor: give a vtensor.KVCache
 LengthHistogram(<0 | -1 | 1.5 | math.nan>) -> [LengthHistogram] first is
 """
 VALUES = {
@@ -312,9 +318,11 @@ class Scene:
     def names(self) -> dict:
         own = {name: getattr(self, name) for name in ("make", "pool_of", "cache_of", "request")}
         fresh = {"x": torch.ones(2, 1, 5, 7), "kv": torch.ones(1, 2, 32), "two": [torch.ones(2, 2, 32)] * 2}
+        sizes = {"batch": (2, 3), "swapped": (3, 2), "ragged": (6,)}  # 3 tokens of 2 slots
+        fresh |= {name: torch.ones(*first, 2, 32) for name, first in sizes.items()}
         modules = {"math": math, "np": np, "testing": testing, "torch": torch, "vtensor": vtensor}
         streams = {"Named": SimpleNamespace, "Wrong": NoStream}
-        serving = {"LengthHistogram": LengthHistogram, "Promises": Promises}
+        serving = {"LengthHistogram": LengthHistogram, "Promises": Promises, "Scheduler": Scheduler}
         return modules | serving | streams | {"UNIT": UNIT, "lengths": lengths} | vars(self) | own | fresh
 
     def state(self):

@@ -16,9 +16,9 @@ from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
 from support import run_snippet
-from vtensor import testing, together
+from vtensor import testing
 from vtensor.replay import read_trace
-from vtensor.serving import Request, Scheduler
+from vtensor.serving import Request
 
 PAGE = 1024  # float32 in 4 KiB
 
@@ -151,29 +151,6 @@ def test_a_reallocation_that_cannot_be_published_leaves_the_tensor(small, monkey
         with pytest.raises(TypeError):
             t.reallocate(1 << 20)
     assert not t.closed and t.tolist() == [3] * 7 and t.extend(1).length == 8
-
-
-@pytest.mark.parametrize("mask", [torch.tensor([True, False]), [True, False], (False, True)])
-def test_a_mask_is_no_index(small, mask):
-    t = vtensor.empty(2, 3, grow_dim=1, capacity=8, pool=small)
-    with pytest.raises(vtensor.InvalidArgument, match="give integers"):
-        t.reindex(mask)
-
-
-@pytest.mark.parametrize("counts", [None, [1, 3, 2]])
-@pytest.mark.parametrize("side", ["k", "v"])
-def test_a_batch_with_tokens_first_is_no_batch_of_slots(small, side, counts):
-    """I2: [tokens, slots, ...] of 2 tokens of 3 slots has as many rows as [slots, tokens, ...]."""
-    with vtensor.KVCache(1, 1, 4, 3, 64, pool=small) as cache:
-        slots = [cache.alloc() for _ in range(3)]
-        assert cache.step([3, 3, 3])
-        given = dict.fromkeys("kv", torch.ones(3, 2, 1, 4)) if counts is None else {}
-        given |= {side: torch.ones(2, 3, 1, 4)}
-        for other in "kv":
-            given.setdefault(other, torch.ones(6, 1, 4))
-        with pytest.raises(vtensor.InvalidArgument, match=f"{side} is .2, 3, 1, 4., 3 tokens of 2 slots"):
-            cache.write(0, slots, [0, 0, 0], **given, counts=counts)
-        assert cache[0][0][slots].eq(0).all()
 
 
 def test_a_finalizer_may_ask_for_the_default_pool_while_it_is_made():
@@ -346,27 +323,12 @@ def test_what_is_made_in_inference_mode_is_used_outside(small):
     del full
 
 
-@pytest.mark.parametrize("indices", [[[1, 0]], [[1, 0]] * 3])
-def test_together_takes_an_index_for_each_tensor(small, indices):
-    pair = [vtensor.zeros(2, 3, grow_dim=1, capacity=8, pool=small) for _ in range(2)]
-    with pytest.raises(vtensor.InvalidArgument, match="2 tensors and"):
-        together.reindex(pair, indices)
-
-
 def test_nothing_is_appended_before_position_0_of_a_plain_cache():
     """I2: torch's narrow counts negative positions from the end."""
     k, v, new = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), torch.ones(1, 1, 2, 4)
     with pytest.raises(vtensor.InvalidArgument, match="cache_seqlens is -1"):
         flash_attn_with_kvcache(new, k, v, new, new, cache_seqlens=-1, backend="torch")
     assert k.eq(0).all() and v.eq(0).all()
-
-
-def test_a_module_made_in_inference_mode_is_no_module_to_adopt(small):
-    with torch.inference_mode():
-        module = torch.nn.Linear(3, 3)
-    with pytest.raises(vtensor.InvalidArgument, match="weight was made in inference mode"):
-        vtensor.adopt(module, small)
-    assert small.stats().pages_used == 0
 
 
 @pytest.mark.parametrize(
@@ -427,13 +389,6 @@ def test_a_prompt_in_a_buffer_is_copied():
     request = Request("a", memoryview(buffer), 4)
     buffer[0] = 9
     assert request.prompt == (1, 2, 3)
-
-
-def test_a_token_budget_is_a_whole_number(small):
-    """Half a token was once found out only by the first plan of a longer prompt."""
-    with vtensor.KVCache(1, 1, 4, 4, 64, pool=small) as cache:
-        with pytest.raises(vtensor.InvalidArgument, match="token_budget is a float"):
-            Scheduler(cache, token_budget=5.5)
 
 
 def test_a_pool_looks_through_its_tensors_where_the_stack_is_full(monkeypatch):

@@ -50,8 +50,6 @@ def test_what_is_no_request(cache):
 
 
 def test_arguments_in_the_wrong_order(cache):
-    with pytest.raises(InvalidArgument, match=r"\[Scheduler\] cache is a function: give a vtensor.KVCache"):
-        Scheduler(choose)
     with pytest.raises(InvalidArgument, match=r"\[Engine\] scheduler is a FakeModel: give a Scheduler"):
         Engine(FakeModel(Store(cache)), Scheduler(cache))
 

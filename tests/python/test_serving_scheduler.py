@@ -262,8 +262,6 @@ def test_bad_input(open_cache):
     scheduler.add(request("a", samples=2))
     with pytest.raises(InvalidArgument, match="choose another id"):
         scheduler.add(request("a"))
-    with pytest.raises(InvalidArgument, match="at least one"):
-        request("empty", prompt=[])
     with pytest.raises(InvalidArgument, match="raise it"):
         Scheduler(open_cache(budget=20), token_budget=3)
     plan = scheduler.plan()
