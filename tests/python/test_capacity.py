@@ -17,24 +17,6 @@ from support import (
 )
 
 
-def test_capacity_is_as_asked(pool):
-    t = quarter(pool, capacity=6)
-    t.extend(6)
-    assert t.capacity == 6 and t.nbytes_reserved >= 2 * pool.page_size
-    with pytest.raises(vtensor.CapacityExceeded, match=r"^\[VTensor\.extend\] .*6.*: .*reallocate"):
-        t.extend(1)
-    assert t.length == 6
-
-
-def test_front_shrinks_use_capacity_up_and_then_raise(pool):
-    t = filled(pool, 8, 1, capacity=10)
-    t.shrink(5, front=True)
-    t.extend(2)
-    with pytest.raises(vtensor.CapacityExceeded, match="move"):
-        t.extend(1)
-    assert t.length == 5 and t[:3].eq(1).all()
-
-
 @pytest.mark.exact
 def test_front_shrinks_then_move_where_the_tensor_was_asked_to(pool):
     t = filled(pool, 8, 1, rows=(2,), capacity=10, when_full="move")
@@ -87,22 +69,3 @@ def test_reallocate_keeps_the_pages(pool):
     assert same_bytes(bigger, expected)  # I2
     assert page_ids(bigger) == ids and pool.stats().pages_used == used
     assert same_bytes(bigger.extend(30)[:, :10], expected)
-
-
-def test_reallocate_to_less(pool):
-    t = filled(pool, 10, 3, capacity=60)
-    smaller = t.reallocate(10)
-    assert smaller.capacity == 10 and smaller.eq(3).all()
-    with pytest.raises(vtensor.CapacityExceeded):
-        smaller.reallocate(9)
-    assert not smaller.closed and smaller.eq(3).all()
-
-
-def test_reallocate_after_a_front_shrink_has_the_whole_capacity(pool):
-    t = quarter(pool, 10, capacity=12)
-    t.copy_(ramp(t))
-    expected = t[7:].clone()
-    t.shrink(7, front=True)
-    bigger = t.reallocate(20)
-    bigger.extend(17)
-    assert bigger.length == 20 and same_bytes(bigger[:3], expected)

@@ -84,18 +84,6 @@ def test_prepare_returns_before_the_pages_are_there(pool_factory):
     assert pool.stats().pages_prefetched == 8000
 
 
-def test_prepare_of_many_tensors(host):
-    tensors = [filled(host, 1, i + 1) for i in range(6)]
-    for t in tensors:
-        t.prepare(11)
-    host.wait_idle(5)
-    before = calls(host)
-    for i, t in enumerate(tensors):
-        t.extend(11)
-        assert t[0].eq(i + 1).all() and not t[1:].any()
-    assert calls_since(host, before) == {}
-
-
 def test_more_than_the_budget_is_prepared_as_far_as_it_goes(host):
     t = filled(host, 1, capacity=1000)
     t.prepare(999)

@@ -105,23 +105,6 @@ def test_a_fork_of_many_pages_is_few_calls(pool_factory, kind, pages):
     assert pool.stats().pages_used == pages and f.length == t.length
 
 
-def test_access_is_set_once_for_adjacent_cuda_pages(simcuda):
-    t = quarter(simcuda, 1)
-    before = calls(simcuda)
-    t.extend(10 * PER_PAGE)
-    made = calls_since(simcuda, before)
-    assert made["cuMemMap"] == 10 and made["cuMemSetAccess"] == 1
-
-
-def test_pooled_cuda_pages_are_not_created_again(simcuda):
-    filled(simcuda, 10 * PER_PAGE).close()
-    before = calls(simcuda)
-    t = quarter(simcuda, 10 * PER_PAGE)
-    made = calls_since(simcuda, before)
-    assert not made.get("cuMemCreate") and not made.get("cuMemRelease") and made["cuMemMap"] == 10
-    assert t.length == 10 * PER_PAGE
-
-
 def test_an_idle_tensor_costs_an_address_range_and_no_page(pool):
     before = calls(pool)
     t = quarter(pool, capacity=60 * PER_PAGE)

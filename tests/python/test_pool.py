@@ -7,7 +7,6 @@ import torch
 
 import vtensor
 from support import (
-    PER_PAGE,
     bytes_of,
     filled,
     quarter,
@@ -35,41 +34,6 @@ def test_pool_properties_and_stats(pool):
     assert all(isinstance(n, int) for n in stats.driver_calls["caller"].values())
 
 
-def test_budget_is_a_limit_one_can_recover_from(pool):
-    a, b = filled(pool, 64 * 3, 1, capacity=400), filled(pool, 40, 2)
-    before = pool.stats()
-    with pytest.raises(vtensor.OutOfPages, match=r"^\[VTensor\.extend\] .*7.*6.*64.*: .*budget") as caught:
-        a.extend(7 * PER_PAGE)
-    assert isinstance(caught.value, MemoryError)  # I9
-    after = pool.stats()
-    assert (after.pages_used, after.pages_mapped) == (before.pages_used, before.pages_mapped)  # I8
-    assert a.length == 64 * 3 and a.eq(1).all() and b.eq(2).all()
-    b.close()
-    assert a.extend(7 * PER_PAGE)[: 64 * 3].eq(1).all()
-
-
-def test_trim_gives_free_memory_back(pool):
-    t = filled(pool, 4)
-    t.close()
-    pool.trim()
-    assert pool.stats().pages_spare == 0
-    assert not quarter(pool, 8).any()  # I7
-
-
-def test_trim_leaves_live_pages_alone(pool):
-    t = filled(pool, 30, 8)
-    t.truncate(10)
-    pool.trim()
-    assert t.eq(8).all() and pool.stats().pages_used == 3
-
-
-def test_wait_idle_returns_and_has_a_bound(pool):
-    quarter(pool, 9)
-    pool.wait_idle(timeout=1.0)
-    stats = pool.stats()
-    assert stats.pages_mapped == stats.pages_active  # I4
-
-
 @pytest.mark.parametrize("kind", ["host", "simcuda"])
 @pytest.mark.parametrize("zero", ["new_owner", "always", "never"])
 def test_zeroing_policies(pool_factory, kind, zero):
@@ -86,17 +50,6 @@ def test_own_pages_come_back_zeroed_where_always_zeroing(pool_factory, kind):
     t = filled(pool, 12, 255)
     t.truncate(4).extend(8)
     assert t[:4].eq(255).all() and not t[4:].any()
-
-
-def test_pools_do_not_mix(host, pool_factory):
-    other = pool_factory("host", page_size=8192)
-    a, b = filled(host, 8, 1), filled(other, 8, 2)
-    assert host.stats().pages_used == 2 and other.stats().pages_used == 2
-    f = a.fork()
-    assert f.pool is host
-    a.close()
-    f.close()
-    assert host.stats().pages_used == 0 and b.eq(2).all()
 
 
 def test_strict_holes_fault_and_views_keep_off_them(strict):

@@ -223,22 +223,6 @@ def test_trim_gives_it_back(pool):
     assert (stats.pages_cached, stats.pages_mapped, stats.pages_spare, stats.nbytes_reserved) == (0, 0, 0, 0)
 
 
-def test_a_smaller_budget_takes_it_back(pool):
-    freed(pool, 40)
-    pool.budget = 8 * PAGE
-    stats = check_sums(pool)
-    assert stats.pages_cached == 0 and stats.pages_free == 8
-
-
-def test_need_takes_it_back(pool):
-    freed(pool, 40, capacity=64)
-    freed(pool, 40, capacity=65)
-    t = filled(pool, 60 * PER_PAGE, 1, capacity=400)
-    stats = check_sums(pool)
-    assert (stats.pages_active, stats.pages_cached) == (60, 0)
-    assert t.eq(1).all()
-
-
 def test_a_reused_tensor_gives_way_with_what_it_does_not_use(pool):
     """And what comes back to it later is not what was there (I7)."""
     freed(pool, 30 * PER_PAGE, 7, capacity=400)

@@ -360,16 +360,6 @@ def test_an_append_at_a_page_boundary_copies_nothing(pool):
     assert pool.stats().pages_used == 3 and parent.length == 2 * PER_PAGE
 
 
-def test_extend_after_shrink_within_a_shared_page(pool):
-    """The child's fresh positions lie where the parent still has data."""
-    parent = base(pool)
-    child = parent.fork()
-    child.truncate(LENGTH - 1).extend(1)
-    child[LENGTH - 1] = 5.0
-    assert same_bytes(parent, ramp(parent))  # I6
-    assert same_bytes(child[: LENGTH - 1], ramp(parent)[: LENGTH - 1])
-
-
 @pytest.mark.exact
 def test_parted_pages_are_charged_and_then_folded(host):
     parent = base(host)
@@ -536,23 +526,3 @@ def test_reindexed_rows_part_at_the_first_write(pool, first):
     assert t[first].eq(5).all() and t[second].eq(1).all() and t[third].eq(1).all()  # I6
     t[third, -1] = 6
     assert t[second].eq(1).all() and t[third, -1].eq(6).all() and t[first].eq(5).all()
-
-
-def test_reindexed_rows_append_apart(pool):
-    t = filled(pool, LENGTH, rows=(2,), capacity=64)
-    t.reindex([0, 0])
-    x = torch.stack([torch.full((1, t.shape[2]), n, dtype=t.dtype) for n in (7, 8)])
-    t.append(x)
-    assert t[:, :LENGTH].eq(1).all() and same_bytes(t[:, LENGTH:], x)
-
-
-@pytest.mark.exact
-def test_both_sides_close_in_any_order(pool):
-    for order in (0, 1):
-        pair = [base(pool)]
-        pair.append(pair[0].fork())
-        pair[order].close()
-        assert same_bytes(pair[1 - order], ramp(pair[1 - order]))
-        pair[1 - order].fill_(1.0)
-        pair[1 - order].close()
-        assert pool.stats().pages_used == 0  # I14

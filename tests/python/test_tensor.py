@@ -163,29 +163,6 @@ def test_default_pool_is_one_per_device():
 # --- growing ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.exact
-def test_extend_by_nothing(pool):
-    t = filled(pool, 3)
-    before = calls(pool)
-    assert t.extend(0).length == 3
-    assert calls_since(pool, before) == {}
-
-
-def test_append_returns_the_tensor_and_copies_in(pool):
-    t = quarter(pool)
-    rows = [torch.full((n, t.shape[1]), n, dtype=t.dtype) for n in (1, 2, 5, 1, 8)]
-    for x in rows:
-        assert t.append(x) is t
-    assert same_bytes(t, torch.cat(rows))
-    rows[0].zero_()
-    assert t[0].eq(1).all()
-
-
-def test_append_of_nothing(pool):
-    t = filled(pool, 2)
-    assert t.append(torch.empty(0, t.shape[1], dtype=t.dtype)).length == 2
-
-
 def test_append_takes_any_strides(pool):
     t = vtensor.empty(2, 0, 6, grow_dim=1, capacity=100, dtype=torch.float32, pool=pool)
     x = torch.arange(2 * 5 * 6, dtype=torch.float32).reshape(2, 5, 6)
@@ -248,9 +225,6 @@ def test_prepare_says_whether_there_is_room(pool):
     assert calls_since(pool, before) == {}  # of the caller
     assert t.extend(9)[:, :3].eq(1).all()
     assert not {"mmap", "cuMemMap"} & calls_since(pool, before).keys()  # I15
-
-
-# --- shrinking --------------------------------------------------------------------------------------------
 
 
 # --- length 0 ---------------------------------------------------------------------------------------------
@@ -341,19 +315,6 @@ def test_own_makes_pages_unshared(pool):
     assert pool.stats().pages_used == 12 and {r.shared for r in t.pages()} == {1}
 
 
-@pytest.mark.parametrize("index", [[1, 0, 2], [2, 2, 2], [0], [1, 1, 0, 2, 0]])
-def test_reindex(pool, index):
-    t = quarter(pool, 6, rows=(3,), capacity=20)
-    t.copy_(ramp(t))
-    expected = t.clone()[index]
-    assert t.reindex(torch.tensor(index, dtype=torch.int64)) is t
-    assert same_bytes(t, expected)
-    t.extend(3)
-    assert same_bytes(t[:, :6], expected) and t.shape == (len(index), 9, expected.shape[2])
-    t.fill_(3)
-    assert t.eq(3).all()
-
-
 @pytest.mark.exact
 def test_reindex_copies_no_whole_page(pool):
     t = filled(pool, 8, rows=(4,), capacity=20)  # two whole pages a row
@@ -363,17 +324,6 @@ def test_reindex_copies_no_whole_page(pool):
     made = calls_since(pool, before)
     assert not made.get("pwrite") and not made.get("cuMemcpyDtoDAsync")
     assert sorted(page_ids(t)) == sorted(ids) and page_ids(t) != ids
-
-
-def test_reindex_leaves_an_old_view_alone(pool):
-    t = quarter(pool, 5, rows=(2,))
-    t.copy_(ramp(t))
-    view, expected = t[:, 1:4], t.clone()
-    t.reindex([1, 1])
-    assert same_bytes(view, expected[:, 1:4])  # I3
-    assert same_bytes(t, expected[[1, 1]])
-    t.fill_(77)
-    assert same_bytes(view, expected[:, 1:4])  # I6
 
 
 # --- close ------------------------------------------------------------------------------------------------
