@@ -12,6 +12,7 @@ import vtensor
 from kv_support import UNIT, lengths_with, make_cache
 from support import PER_PAGE, filled, quarter, ramp, same_bytes
 from test_heap import allocate, content, fill, free, inside
+from vtensor import together
 from vtensor.testing.kv_model import check_contents, expected, write
 
 LENGTH = 10
@@ -53,6 +54,7 @@ OPERATIONS = {
     "unshare": lambda pool, a, p, c, m: c.unshare(2, 9),
     "reallocate": lambda pool, a, p, c, m: a.reallocate(40),
     "reallocate_shared": lambda pool, a, p, c, m: c.reallocate(40),
+    "reserve": lambda pool, a, p, c, m: together.reserve(a, 40),
     "reindex": lambda pool, a, p, c, m: a.reindex([1, 1]),
     "reindex_shared": lambda pool, a, p, c, m: c.reindex([1, 0, 1]),
     "close": lambda pool, a, p, c, m: c.close(),

@@ -84,18 +84,3 @@ def test_reserve_moves_in_place(pool):
         together.reserve(t, 1999)
     assert torch.equal(t, torch.cat([before, before], 1)) and t.capacity == 2000
     testing.check_invariants(pool)
-
-
-def test_a_refused_reserve_leaves_the_tensor(pool):
-    """I8."""
-    t = rows(pool)
-    before = t.clone()
-    for skip in range(100):
-        try:
-            with testing.fail_after(pool, skip):
-                together.reserve(t, 8192)
-        except vtensor.DriverError:
-            assert t.capacity == 4096 and torch.equal(t, before)
-        else:
-            break
-    assert t.capacity == 8192 and torch.equal(t, before)
