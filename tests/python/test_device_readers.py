@@ -37,6 +37,22 @@ def make_pool(pool_factory, sim):
     return lambda pages=256, **kw: pool_factory("simcuda", pages, shareable=True, **kw)
 
 
+@pytest.fixture
+def reading(make_pool):
+    """Makes a tensor of so many positions, and a reader of it that has synced."""
+    cores = []
+
+    def read(n, **options):
+        t = rows(make_pool(**options), n)
+        cores.append(receive(t))
+        cores[-1].sync()
+        return t, cores[-1]
+
+    yield read
+    for core in cores:
+        core.close()
+
+
 def shown(core, t):
     """What the reader shows of the tensor's capacity."""
     sizes = (2, t.capacity, 64)
@@ -82,10 +98,8 @@ class Beside:
 # -- order
 
 
-def test_a_sync_waits_for_the_work_that_the_writer_has_launched(make_pool, sim):
-    t = rows(make_pool(), 10)
-    core = receive(t)
-    core.sync()
+def test_a_sync_waits_for_the_work_that_the_writer_has_launched(reading, sim):
+    t, core = reading(10)
     stream = sim.stream(held=True)
     t.record_stream(stream)
     for change in (lambda: t.extend(500), lambda: t.extend(1)):  # with new pages, and without
@@ -99,13 +113,10 @@ def test_a_sync_waits_for_the_work_that_the_writer_has_launched(make_pool, sim):
         assert_shows(core, t)
         sim.hold(stream)
     sim.release(stream)
-    core.close()
 
 
-def test_a_sync_takes_pages_away_only_after_the_readers_kernels(make_pool, sim):
-    t = rows(make_pool(), 500)
-    core = receive(t)
-    core.sync()
+def test_a_sync_takes_pages_away_only_after_the_readers_kernels(reading, sim):
+    t, core = reading(500)
     stream = sim.stream(held=True)
     core.record_stream(stream)  # of work to come
     launch(sim, stream, core, t)
@@ -118,13 +129,10 @@ def test_a_sync_takes_pages_away_only_after_the_readers_kernels(make_pool, sim):
     assert reading.ends() is True and core.words == [0, 0]
     assert t.pool.stats().pages_held_by_readers == 0
     assert sim.illegal_accesses() == 0
-    core.close()
 
 
-def test_a_close_waits_for_them_too(make_pool, sim):
-    t = rows(make_pool(), 100)
-    core = receive(t)
-    core.sync()
+def test_a_close_waits_for_them_too(reading, sim):
+    t, core = reading(100)
     stream = sim.stream(held=True)
     core.record_stream(stream)
     launch(sim, stream, core, t)
@@ -159,10 +167,8 @@ def test_a_close_beside_a_capture_leaves_the_reader_over():
     run_program(script).check()
 
 
-def test_a_refused_sync_leaves_no_old_length_over_pages_that_went(make_pool, sim):
-    t = rows(make_pool(), 300)
-    core = receive(t)
-    core.sync()
+def test_a_refused_sync_leaves_no_old_length_over_pages_that_went(reading, sim):
+    t, core = reading(300)
     t.shrink(100, front=True)  # pages go, and others come
     t.append(torch.randn(2, 300, 64))
     for call in ("cuMemMap", "cuMemSetAccess", "cuMemImportFromShareableHandle"):
@@ -177,14 +183,10 @@ def test_a_refused_sync_leaves_no_old_length_over_pages_that_went(make_pool, sim
     assert_shows(core, t)
     assert core.sync() is True
     assert_shows(core, t)
-    core.close()
 
 
-def test_a_pool_closes_while_a_reader_waits_for_its_work(make_pool, sim):
-    pool = make_pool()
-    t = rows(pool, 10)
-    core = receive(t)
-    core.sync()
+def test_a_pool_closes_while_a_reader_waits_for_its_work(reading, sim):
+    t, core = reading(10)
     stream = sim.stream(held=True)
     t.record_stream(stream)
     t.extend(1)
@@ -192,29 +194,22 @@ def test_a_pool_closes_while_a_reader_waits_for_its_work(make_pool, sim):
     reading = Beside(core.sync)
     assert reading.waits()
     began = time.monotonic()
-    pool._core.retire()
+    t.pool._core.retire()
     assert time.monotonic() - began < 10
     assert isinstance(reading.ends(), vtensor.VTensorError)
     with pytest.raises(vtensor.Closed, match="the pool is closed"):
         receive(t)
     sim.release(stream)
-    core.close()
 
 
-def test_pages_of_any_multiple_of_the_granularity_are_read(make_pool):
-    pool = make_pool(page_size=3 * PAGE)
-    t = rows(pool, 100)
-    core = receive(t)
-    core.sync()
+def test_pages_of_any_multiple_of_the_granularity_are_read(reading):
+    t, core = reading(100, page_size=3 * PAGE)
     assert core.page_size == 3 * PAGE
     assert_shows(core, t)
-    core.close()
 
 
-def test_a_wait_for_the_writers_work_is_bounded(make_pool, sim):
-    t = rows(make_pool(patience=0.2), 10)
-    core = receive(t)
-    core.sync()
+def test_a_wait_for_the_writers_work_is_bounded(reading, sim):
+    t, core = reading(10, patience=0.2)
     stream = sim.stream(held=True)
     t.record_stream(stream)
     t.extend(300)
@@ -225,13 +220,10 @@ def test_a_wait_for_the_writers_work_is_bounded(make_pool, sim):
     sim.release(stream)
     assert core.sync() is True
     assert_shows(core, t)
-    core.close()
 
 
-def test_a_writer_that_captures_a_graph_says_so(make_pool, sim):
-    t = rows(make_pool(), 10)
-    core = receive(t)
-    core.sync()
+def test_a_writer_that_captures_a_graph_says_so(reading, sim):
+    t, core = reading(10)
     stream = sim.stream()
     t.record_stream(stream)
     t.extend(1)
@@ -240,19 +232,16 @@ def test_a_writer_that_captures_a_graph_says_so(make_pool, sim):
         core.sync()
     sim.destroy_graph(sim.end_capture(stream))
     assert core.sync() is True and core.words == [0, 11]
-    core.close()
 
 
 # -- pages
 
 
-def test_more_pages_than_a_message_has_come_in_one_sync(make_pool, way):
-    t = rows(make_pool(1000), 10)
-    core = receive(t)
+def test_more_pages_than_a_message_has_come_in_one_sync(reading, way):
+    t, core = reading(10, pages=1000)
     t.append(torch.randn(2, 4000, 64))
     assert core.sync() is True and core.mapped(0) > 300
     assert_shows(core, t)
-    core.close()
 
 
 def test_one_page_at_two_places_is_fetched_once(make_pool, way):
@@ -287,10 +276,8 @@ def test_too_few_descriptors_are_a_refusal(make_pool, limited):
         reader.end()
 
 
-def test_pages_that_a_reader_shows_no_more_are_given_back(make_pool, way):
-    t = rows(make_pool(), 10)
-    core = receive(t)
-    core.sync()
+def test_pages_that_a_reader_shows_no_more_are_given_back(reading, way):
+    t, core = reading(10)
     before = simcuda_leaks().handles
     t.append(torch.randn(2, 1000, 64))
     core.sync()
@@ -298,7 +285,6 @@ def test_pages_that_a_reader_shows_no_more_are_given_back(make_pool, way):
     core.sync()
     t.pool.trim()
     assert simcuda_leaks().handles == before
-    core.close()
 
 
 def test_the_device_says_how_its_pages_go(make_pool, way):
@@ -440,18 +426,14 @@ def test_an_answer_to_an_older_question_is_passed_over(asked_by_a_reader):
     assert str(syncing.ends()).endswith("no pages came from the writer: now")
 
 
-def test_readers_of_a_pool_that_has_ended_say_so(make_pool):
-    pool = make_pool()
-    t = rows(pool, 10)
-    core = receive(t)
-    core.sync()
+def test_readers_of_a_pool_that_has_ended_say_so(reading):
+    t, core = reading(10)
     seen = shown(core, t)[:, :10].clone()
     t.close()
-    pool.close()
+    t.pool.close()
     with pytest.raises(vtensor.Closed, match="stays readable"):
         core.sync()
     assert torch.equal(seen, torch.empty(0).set_(core.storage(0), 0, seen.shape, (4096 * 64, 64, 1)))
-    core.close()
 
 
 # -- refused calls

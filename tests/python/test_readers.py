@@ -41,10 +41,17 @@ PAGE = 4096
 
 
 @pytest.fixture(scope="module")
-def other():
-    other = ReaderProcess()
-    yield other
-    other.end()
+def process():
+    process = ReaderProcess()
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def other(process):
+    """A process that closes its reader at the end of the test."""
+    yield process
+    process.close()
 
 
 @pytest.fixture
@@ -111,7 +118,6 @@ def test_a_reader_follows_at_sync_and_only_then(pool, other):
     assert other.sync() is True and other.length() == 0
     t.append(torch.randn(2, 7, 64))
     assert other.sync() is True and torch.equal(other.read(), t)
-    other.close()
 
 
 def test_a_page_that_changes_often_between_two_syncs_is_mapped_once(pool, other):
@@ -124,7 +130,6 @@ def test_a_page_that_changes_often_between_two_syncs_is_mapped_once(pool, other)
     assert other.sync() is True
     assert torch.equal(other.read(), t)
     assert other.evaluate("r.nbytes_mapped") == len(t.pages()) * PAGE
-    other.close()
 
 
 def test_bytes_written_in_place_are_seen_without_a_sync(pool, other):
@@ -132,7 +137,6 @@ def test_bytes_written_in_place_are_seen_without_a_sync(pool, other):
     other.receive(t)
     t.mul_(3)
     assert other.sync() is False and torch.equal(other.read(), t)
-    other.close()
 
 
 def test_a_page_that_a_reader_may_see_is_not_reused(pool, other):
@@ -151,7 +155,6 @@ def test_a_page_that_a_reader_may_see_is_not_reused(pool, other):
     assert eventually(lambda: pool.stats().pages_held_by_readers == 0)
     assert rows(pool, 700).length == 700
     del rest
-    other.close()
 
 
 def test_growth_finds_the_pages_that_a_reader_has_just_let_go(pool, other):
@@ -163,7 +166,6 @@ def test_growth_finds_the_pages_that_a_reader_has_just_let_go(pool, other):
         t.truncate(0)
         assert other.sync() is True
         rows(pool, pool.budget // PAGE * 8 - 64).close()  # no look at the counts before it
-    other.close()
 
 
 def test_no_other_tensor_comes_to_the_pages_of_one_that_is_read(kind, other):
@@ -237,7 +239,6 @@ def test_what_was_read_stays_when_the_writer_closes_or_moves(pool, other, end):
     kind, text = other.sync()
     assert kind == "Closed" and "stays readable" in text
     assert torch.equal(other.read(), shown)
-    other.close()
 
 
 def test_rows_that_change_places_do_so_in_one_sync(pool, other):
@@ -249,7 +250,6 @@ def test_rows_that_change_places_do_so_in_one_sync(pool, other):
         assert torch.equal(other.read(), before[[1, 0]])
     else:  # they have moved to another range
         assert torch.equal(other.read(), before)
-    other.close()
 
 
 def test_forks_and_their_writes(pool, other):
@@ -275,7 +275,6 @@ def test_what_a_fork_has_written_is_shown(pool, other):
     child[:, 7] = 3  # the kernel copies the page
     other.receive(child)
     assert torch.equal(other.read(), child)
-    other.close()
 
 
 def test_memory_that_sleeps_is_not_sent(pool):
@@ -340,7 +339,6 @@ def test_sleep_waits_for_readers_to_close(pool, other):
     pool.wake()
     other.receive(t)
     assert torch.equal(other.read(), t)
-    other.close()
 
 
 # -- death
@@ -653,7 +651,6 @@ def test_an_arena(pool, other, kind):
     assert other.evaluate("int(r.tensor[70000:90000].sum())") == 5 * 20000
     arena.close()
     assert other.sync()[0] == "Closed"
-    other.close()
 
 
 def test_a_module(pool, other):
@@ -697,7 +694,6 @@ def test_a_cache_shows_whole_steps(pool, other):
     cache.close()
     assert other.sync()[0] == "Closed"
     assert torch.equal(other.layer(0, slots[0], 7)[0], shown[0])
-    other.close()
 
 
 def test_a_slot_has_no_tokens_before_its_prefix_is_mapped(kind, other):
@@ -754,4 +750,3 @@ def test_checksums_of_a_long_tensor(pool, other):
     for n in (1, 15, 16, 17, 300, 64):
         t.append(torch.randn(2, n, 64))
         assert other.checksum() == (True, t.length, checksum(t))
-    other.close()
