@@ -108,7 +108,6 @@ def test_every_layer_gets_the_same_sequences(pool_factory, kind, change):
     for layer in cache.layers:
         feed(cache, layer, 2, seed=7, batch=len(KEPT[change]))
     testing.check_invariants(pool)
-    cache.reset()
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -139,7 +138,6 @@ def test_a_refused_change_of_the_batch_changes_no_layer(pool_factory, kind, chan
         kept.clear()
         testing.check_invariants(pool)
     assert refusals >= 4
-    cache.reset()
 
 
 def all_calls(pool):
@@ -156,7 +154,6 @@ def test_an_index_that_one_layer_has_not_changes_none(pages):
     with pytest.raises(vtensor.InvalidArgument, match="out of range"):
         cache.reorder_cache(torch.tensor([2, 1, 0]))
     assert same(content(cache)[0], before[0])
-    cache.reset()
 
 
 @pytest.mark.parametrize("kinds", [(FULL, SLIDING), (SLIDING, FULL), (FULL, "linear")])
@@ -172,7 +169,6 @@ def test_a_refused_crop_shortens_no_layer(pages, kinds):
     assert {layer.get_seq_length() for layer in cache.layers if isinstance(layer, VTensorLayer)} == {
         TOKENS + 1
     }
-    cache.reset()
 
 
 def test_a_crop_further_back_than_was_recorded_shortens_no_layer(pages):
@@ -183,7 +179,6 @@ def test_a_crop_further_back_than_was_recorded_shortens_no_layer(pages):
     with pytest.raises(vtensor.InvalidArgument, match="only the last"):
         cache.crop(-4)
     assert same(content(cache), before)
-    cache.reset()
 
 
 def test_a_layer_that_keeps_none_is_as_new(pages):
@@ -193,7 +188,6 @@ def test_a_layer_that_keeps_none_is_as_new(pages):
     for layer in cache.layers:
         feed(cache, layer, 3, batch=5)
     assert cache.layers[1].keys.shape[0] == cache.layers[1].conv_states[0].shape[0] == 5
-    cache.reset()
 
 
 # ---------------------------------------------------------------------- exceptions from outside

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from vtensor.integrations import transformers as integration
 from vtensor.integrations.transformers import VTensorCache
 
 from model_zoo import MODELS, halves, make
-from support import run_program
+from support import run_program, run_together
 from tiny_models import RECORDED_WINDOW, before, make_llama, one_thread, prompt  # noqa: F401
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -104,11 +104,7 @@ def test_generate_on_several_threads(pages):
         results[seed] = generate(model, prompt(1, 40, seed)).sequences
 
     with integration.installed(pages):
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in expected]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        run_together(*(partial(work, seed) for seed in expected))
     assert all(torch.equal(results[seed], expected[seed]) for seed in expected)
 
 

@@ -45,7 +45,6 @@ def test_a_pickled_window_that_records_keeps_its_tokens_and_its_length(pool):
     loaded.crop(-10)
     layer.crop(-10)
     assert loaded.get_seq_length() == 10 and loaded.keys.equal(layer.keys)
-    loaded.reset()
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
@@ -61,7 +60,6 @@ def test_a_copy_of_a_layer_sleeps_by_the_same_tag(pool, tokens):
     layer.reset()
     assert pool.sleep(contents="discard", tag="mine") > 0
     pool.wake()
-    copied.reset()
 
 
 @pytest.mark.parametrize("indices", [(0,), (1, 0), (True, False)])
@@ -71,7 +69,6 @@ def test_a_tuple_selects_sequences_as_a_list_does(pool, indices):
     layer.update(keys, values)
     layer.batch_select_indices(indices)
     assert layer.keys.equal(keys[list(indices)]) and layer.values.equal(values[list(indices)])
-    layer.reset()
 
 
 @pytest.mark.parametrize("indices", [0, torch.tensor(0), torch.tensor([[0, 1]])])
@@ -82,7 +79,6 @@ def test_an_index_without_a_dimension_selects_nothing(pool, indices):
     with pytest.raises(vtensor.InvalidArgument, match="give positions"):
         layer.batch_select_indices(indices)
     assert layer.keys.shape[0] == 2
-    layer.reset()
 
 
 def test_an_interrupted_install_is_one_or_none():
@@ -140,7 +136,6 @@ def test_a_model_that_lost_layers_generates_in_agreement_as_without(pool):
     finally:
         dist.destroy_process_group()
     assert cache.get_seq_length() == 8
-    cache.reset()
 
 
 def test_an_interrupted_assignment_leaves_the_length(pool):

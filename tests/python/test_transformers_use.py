@@ -96,7 +96,6 @@ def test_a_model_may_make_the_half_of_the_encoder_itself(pages):
     run(model, cache, prompt(1, 30), decoder_input_ids=expected, **FEW)
     with installed(pages):
         assert torch.equal(model.generate(prompt(1, 30), **FEW), expected)
-    cache.reset()
 
 
 @pytest.mark.parametrize("name", ["T5", "BART"])

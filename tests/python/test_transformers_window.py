@@ -64,7 +64,6 @@ def test_head_pages_go_back_as_the_window_moves(pages):
         # I4: the pages that the held tokens touch, and no others.
         touched = token // PAGE - (token + 1 - held) // PAGE + 1
         assert pages.stats().pages_mapped == rows * touched
-    layer.reset()
 
 
 def test_nothing_is_copied_when_the_window_moves(pages):
@@ -116,7 +115,6 @@ def test_pickle(pages):
     back = pickle.loads(pickle.dumps(ours))
     compare((back, theirs))
     step((back, theirs), 3)
-    back.reset()
 
 
 def test_offload_of_a_window(pool_factory):
@@ -183,4 +181,3 @@ def test_out_of_pages_in_generate_leaves_every_layer_as_before_the_step(pool_fac
         testing.check_invariants(pool)
     else:
         assert name == "Mistral"  # all of whose layers fit for ever
-    cache.reset()
