@@ -175,8 +175,7 @@ def test_bands_that_differ_are_left_out(pool_of):
     with make_cache(pool_of(20), bands=2) as cache:
         slot = cache.alloc()
         assert cache.step(lengths_with(cache, slot, UNIT), bands=[0])
-        lengths = cache.lengths
-        lengths[slot] = PROMPT
+        lengths = lengths_with(cache, slot, PROMPT)
         assert not cache.prepare(lengths)
         cache.pool.wait_idle()
         assert cache.pool.stats().pages_prefetched == 0 and not cache.prepare(lengths)

@@ -45,16 +45,20 @@ def test_what_a_layer_reads_is_there_once_it_was_waited_for(pool_factory, kind, 
 
 
 @pytest.mark.exact
-def test_a_swap_without_host_memory_changes_nothing(cache, monkeypatch):
-    group = [filled(cache, 20), filled(cache, 20)]
-    lacks_host_memory(monkeypatch, 2)
-    with pytest.raises(vtensor.OutOfPages, match="host memory.*compute it again"):
-        cache.swap_out(group)
-    monkeypatch.undo()
-    assert cache.stats().slots_swapped == 0 and cache.lengths[:2] == [20, 20]
-    for slot in group:
-        check_contents(cache, slot, range(20))
-    cache.swap_out(group)
+@pytest.mark.parametrize(("bands", "nth"), [(None, 2), ([0, 1], 3)])
+def test_a_swap_without_host_memory_changes_nothing(pool_factory, kind, monkeypatch, bands, nth):
+    options = {} if bands is None else {"bands": bands}
+    with make_cache(pool_factory(kind, 400), num_layers=4, bands=4) as cache:
+        group = [filled(cache, 20), filled(cache, 20)]
+        lacks_host_memory(monkeypatch, nth)
+        with pytest.raises(vtensor.OutOfPages, match="host memory.*compute it again"):
+            cache.swap_out(group, **options)
+        monkeypatch.undo()
+        assert [cache.bands_away(slot) for slot in group] == [[], []]
+        assert cache.stats().slots_swapped == 0 and cache.lengths[:2] == [20, 20]
+        for slot in group:
+            check_contents(cache, slot, range(20))
+        cache.swap_out(group, **options)
 
 
 @pytest.mark.exact

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import make_cache
+from kv_support import grown, lengths_with, make_cache
 from support import SOAK, check_sums, eventually, leave_spare, open_pool, run_together
 from vtensor import _core, testing
 from vtensor.cli import top
@@ -405,9 +405,7 @@ def test_a_cache_counts_what_others_can_do_without(name):
     ):
         leave_spare(keeper, WHOLE)
         cache = make_cache(pool)
-        slot = cache.alloc()
-        lengths = cache.lengths
-        lengths[slot] = 8
+        lengths = lengths_with(cache, cache.alloc(), 8)
         assert cache.fits(lengths)
         assert held(pool)[0] == 0
         kept = pages(keeper, WHOLE)
@@ -421,9 +419,7 @@ def prefixes(pool, tokens, **kw):
     """A cache that keeps the pages of a request that is over, for others that begin with the same tokens."""
     cache = make_cache(pool, **kw)
     slot = cache.alloc()
-    lengths = cache.lengths
-    lengths[slot] = tokens
-    assert cache.step(lengths)
+    assert grown(cache, slot, tokens)
     cache.publish(slot, list(range(tokens)))
     cache.free(slot)
     return cache
@@ -451,9 +447,7 @@ def test_prefixes_count_as_what_others_can_do_without(name):
         cache = prefixes(keeper, 64)
         t = pages(pool, 256 - held(keeper)[0])
         other = make_cache(pool)
-        slot = other.alloc()
-        lengths = other.lengths
-        lengths[slot] = 8
+        lengths = lengths_with(other, other.alloc(), 8)
         assert other.fits(lengths) and keeper.stats().pages_indexed > 0
         assert other.step(lengths)
         other.close()
@@ -475,10 +469,7 @@ def test_an_operation_that_asks_owes_nothing(name):
         results = []
 
         def need(cache):
-            slot = cache.alloc()
-            lengths = cache.lengths
-            lengths[slot] = 64
-            results.append(cache.step(lengths))
+            results.append(grown(cache, cache.alloc(), 64))
 
         run_together(*(partial(need, cache) for cache in caches))
         assert time.monotonic() - began < 3 and len(results) == 2

@@ -21,7 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import vtensor
 from interrupts import at_bytecode
-from kv_support import UNIT, make_cache
+from kv_support import UNIT, grown, make_cache
+from kv_support import filled as filled_slot
 from machines import case
 from support import (
     Finished,
@@ -57,9 +58,8 @@ class Scene:
         self.cache = cache = make_cache(pool)
         for slot in range(2):
             assert cache.alloc(PROMPT, salt="") == slot
-            covered, lengths = cache.length(slot), cache.lengths
-            lengths[slot] = len(PROMPT)
-            assert cache.step(lengths)
+            covered = cache.length(slot)
+            assert grown(cache, slot, len(PROMPT))
             write(cache, slot, covered, PROMPT[covered:])
             cache.publish(slot, PROMPT)
         self.arena = vtensor.Arena(8 * PAGE, pool=pool)
@@ -117,11 +117,9 @@ class Scene:
         self.fork_bytes[PAGE] = 3
         self.t.extend(10)
         self.t.truncate(3 * PAGE)
-        lengths = self.cache.lengths
-        lengths[1] += 3
-        assert self.cache.step(lengths)
-        lengths[1] -= 3
-        self.cache.truncate(1, lengths[1])
+        length = self.cache.length(1)
+        assert grown(self.cache, 1, length + 3)
+        self.cache.truncate(1, length)
         self.check()
 
     def end(self) -> None:
@@ -207,9 +205,7 @@ def test_what_sleeps_leaves_its_memory_to_others(pool_factory, kind):
 def test_pages_that_wait_for_a_swapped_slot_too_sleep(pool_factory, kind):
     pool = pool_factory(kind, 400)
     with make_cache(pool) as cache:
-        slot = cache.alloc()
-        assert cache.step([40 if at == slot else 0 for at in range(len(cache.lengths))])
-        write(cache, slot, 0, [*range(40)])
+        slot = filled_slot(cache, 40)
         (fork,) = cache.fork(slot)
         cache.swap_out([slot, fork])
         assert cache.swap_in(slot)  # its pages are kept for the fork
@@ -452,9 +448,7 @@ def test_prefixes_make_room_for_what_wakes(pool_factory, kind):
         pool.sleep(tag="tensors", contents="host")
         for salt in "abc":
             slot = cache.alloc(PROMPT, salt=salt)
-            lengths = cache.lengths
-            lengths[slot] = len(PROMPT)
-            assert cache.step(lengths)
+            assert grown(cache, slot, len(PROMPT))
             cache.publish(slot, PROMPT, salt=salt)
             cache.free(slot)
         pool.trim()  # what freed slots left
@@ -485,13 +479,7 @@ def test_a_shared_budget(pool_factory, kind):
 def test_slots_that_are_away_and_bands_that_differ(pool_factory, kind):
     pool = pool_factory(kind, 256)
     with make_cache(pool, bands=2) as cache:
-        slots = [cache.alloc() for _ in range(3)]
-        lengths = cache.lengths
-        for slot in slots:
-            lengths[slot] = len(PROMPT)
-        assert cache.step(lengths)
-        for slot in slots:
-            write(cache, slot, 0, PROMPT)
+        slots = [filled_slot(cache, len(PROMPT)) for _ in range(3)]
         cache.swap_out(slots[1])
         cache.swap_out(slots[2], bands=[1])
         for _ in range(2):
@@ -513,11 +501,7 @@ def test_slots_that_are_away_and_bands_that_differ(pool_factory, kind):
 def test_a_prefix_that_the_mapper_has_not_mapped_yet(pool_factory, kind):
     pool = pool_factory(kind, 256)
     with make_cache(pool) as cache:
-        first = cache.alloc(PROMPT, salt="")
-        lengths = cache.lengths
-        lengths[first] = len(PROMPT)
-        assert cache.step(lengths)
-        write(cache, first, 0, PROMPT)
+        first = filled_slot(cache, len(PROMPT))
         cache.publish(first, PROMPT)
         second = cache.alloc(PROMPT, salt="", deferred=True)
         covered = cache.length(second)
@@ -527,9 +511,7 @@ def test_a_prefix_that_the_mapper_has_not_mapped_yet(pool_factory, kind):
             assert pool.stats().pages_used == 0
             testing.check_invariants(pool)
             pool.wake()
-        lengths = cache.lengths
-        lengths[second] = len(PROMPT)
-        assert cache.step(lengths)
+        assert grown(cache, second, len(PROMPT))
         write(cache, second, covered, PROMPT[covered:])
         for slot in (first, second):
             check_contents(cache, slot, PROMPT)
