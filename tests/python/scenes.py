@@ -36,9 +36,15 @@ def more(pool, n=6):
     return torch.full((2, n, pool.page_size // PER_PAGE), 9, dtype=torch.uint8)
 
 
+def shows_zeros(t):
+    assert not t.any()  # I7
+    return t
+
+
 # What is done, to (pool, alone, parent, child, moved).
 OPERATIONS = {
-    "empty": lambda pool, *t: quarter(pool, 9, rows=(2,)),
+    "empty": lambda pool, *t: shows_zeros(quarter(pool, 9, rows=(2,))),
+    "empty_reused": lambda pool, *t: shows_zeros(quarter(pool, 8).extend(8)),  # where pages are cached
     "from_tensor": lambda pool, *t: vtensor.from_tensor(more(pool), 1, 20, pool=pool),
     "extend": lambda pool, a, p, c, m: a.extend(6),
     "extend_shared": lambda pool, a, p, c, m: c.extend(6),

@@ -103,21 +103,6 @@ def test_the_table_says_what_was_missed_skipped_and_broken():
     assert any("FAILED: ValueError: broken" in line for line in lines)
 
 
-def test_json_has_a_line_for_each_figure():
-    result = report.to_dict(Settings(), {"cpu": "a processor"}, outcomes())
-    text = report.to_json(result)
-    assert json.loads(text) == json.loads(json.dumps(result))
-    lines = [line.strip().rstrip(",") for line in text.splitlines()]
-    assert all(json.dumps(figure) in lines for figure in result["benchmarks"][0]["figures"])
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(2.5, "2.50 s"), (2.5e-3, "2.50 ms"), (2.5e-6, "2.50 us"), (5e-8, "50.0 ns")]
-)
-def test_seconds_have_a_unit_that_suits_them(value, text):
-    assert report.seconds({"median": value}) == text
-
-
 def fake_benchmark(monkeypatch, run) -> None:
     monkeypatch.setattr(__main__.importlib, "import_module", lambda name: SimpleNamespace(run=run))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from support import run_snippet
-from test_readme import python_lines
 from vtensor import errors
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +18,9 @@ DOCS = ROOT / "docs"
 TEXTS = sorted(
     [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "csrc" / "DESIGN.md", *ROOT.glob("integrations/**/*.md")]
 )
-WITH_EXAMPLES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
+WITH_EXAMPLES = [
+    page for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))] if "```python" in page.read_text()
+]
 
 FENCE = re.compile(r"^ *(```+)(\w*)")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -47,6 +48,20 @@ def prose(text: str) -> str:
 # --- examples
 
 
+def python_lines(text: str) -> str:
+    """The ```python examples of a Markdown text, each line at its own line number, all else blank."""
+    kept = []
+    inside, indent = False, ""
+    for line in text.splitlines():
+        if inside and line.strip() == "```":
+            inside = False
+        kept.append(line.removeprefix(indent) if inside else "")
+        if match := re.fullmatch(r"( *)```python\b.*", line):
+            inside, indent = True, match[1]  # an example in a list is indented
+    assert not inside, "a ```python example is never closed"
+    return "\n".join(kept) + "\n"
+
+
 @pytest.mark.slow
 @pytest.mark.seconds(300)
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name)
@@ -54,8 +69,10 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     """One after the other, as they stand, in a process and a folder of their own."""
     if page.name == "transformers.md":
         pytest.importorskip("transformers")
+    source = python_lines(page.read_text())
+    assert source.strip()
     script = tmp_path / page.with_suffix(".py").name
-    script.write_text(python_lines(page.read_text()))
+    script.write_text(source)
     code = f"""
     import runpy
     os.chdir({str(tmp_path)!r})

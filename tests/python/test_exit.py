@@ -25,24 +25,27 @@ from support import (
 )
 
 
-def test_a_closed_pool_leaves_no_descriptor_mapping_or_thread(kind):
-    threads = len(os.listdir("/proc/self/task"))
+@pytest.fixture
+def is_as_before(kind):
+    """Says whether the test has left no descriptor, mapping or object of a driver so far."""
     before = memfds(), memfd_mappings()
+    return lambda: (memfds(), memfd_mappings()) == before and not (kind == "simcuda" and simcuda_leaks())
+
+
+def test_a_closed_pool_leaves_no_descriptor_mapping_or_thread(kind, is_as_before):
+    threads = len(os.listdir("/proc/self/task"))
     pool = open_pool(kind, 64)
     tensors = [filled(pool, 9, i, rows=(2,)) for i in range(3)]
     tensors.append(tensors[0].fork())
     pool.close()
     assert all(t.closed for t in tensors)
-    assert (memfds(), memfd_mappings()) == before  # though `pool` and `tensors` live
+    assert is_as_before()  # though `pool` and `tensors` live
     assert len(os.listdir("/proc/self/task")) <= threads
     stats = pool.stats()
     assert (stats.pages_used, stats.pages_mapped, stats.pages_orphaned, stats.tensors) == (0, 0, 0, 0)
-    if kind == "simcuda":
-        assert not simcuda_leaks()
 
 
-def test_pages_of_living_views_are_orphaned_and_go_with_the_last(kind):
-    before = memfds(), memfd_mappings()
+def test_pages_of_living_views_are_orphaned_and_go_with_the_last(kind, is_as_before):
     pool = open_pool(kind, 64)
     t = filled(pool, 5 * PER_PAGE, 7)
     views = [t[:2], t[2 * PER_PAGE :], t[1]]
@@ -59,13 +62,10 @@ def test_pages_of_living_views_are_orphaned_and_go_with_the_last(kind):
     views.clear()
     stats = pool.stats()
     assert (stats.pages_orphaned, stats.pages_used, stats.pages_mapped, stats.nbytes_reserved) == (0, 0, 0, 0)
-    assert (memfds(), memfd_mappings()) == before
-    if kind == "simcuda":
-        assert not simcuda_leaks()
+    assert is_as_before()
 
 
-def test_a_view_that_outlives_pool_and_tensor(kind):
-    before = memfds(), memfd_mappings()
+def test_a_view_that_outlives_pool_and_tensor(kind, is_as_before):
     pool = open_pool(kind, 64)
     t = filled(pool, 5, 7)
     view, expected = t[1:4], t[1:4].clone()
@@ -74,13 +74,10 @@ def test_a_view_that_outlives_pool_and_tensor(kind):
     assert same_bytes(view, expected)
     del view
     gc.collect()
-    assert (memfds(), memfd_mappings()) == before
-    if kind == "simcuda":
-        assert not simcuda_leaks()
+    assert is_as_before()
 
 
-def test_a_pool_that_is_dropped_lives_while_its_tensors_do(kind):
-    before = memfds()
+def test_a_pool_that_is_dropped_lives_while_its_tensors_do(kind, is_as_before):
     t = filled(open_pool(kind, 64), 5, 7)
     gc.collect()
     assert not t.pool.closed
@@ -88,7 +85,7 @@ def test_a_pool_that_is_dropped_lives_while_its_tensors_do(kind):
     assert t[:5].eq(7).all()
     del t
     gc.collect()
-    assert memfds() == before
+    assert is_as_before()
 
 
 def test_a_pool_is_a_context_manager(kind):
@@ -111,15 +108,14 @@ def test_close_in_the_middle_of_shares(kind):
     assert pool.stats().pages_used == 0
 
 
-def test_pools_come_and_go(kind):
-    before = memfds(), memfd_mappings()
+def test_pools_come_and_go(kind, is_as_before):
     for i in range(30):
         pool = open_pool(kind, 16)
         t = filled(pool, 9, i)
         t.fork().fill_(1)
         t.shrink(3).reallocate(90)
         pool.close()
-    assert (memfds(), memfd_mappings()) == before
+    assert is_as_before()
 
 
 def test_a_closed_pool_may_be_replaced_as_default():

@@ -219,14 +219,20 @@ def recycled(pool, pages: int) -> None:
     pool.wait_idle(1)
 
 
-def test_growth_waits_on_the_device_for_the_zeroing(sim, stream_pool):
-    """Prepared pages are zeroed on the side stream; the caller's kernels start behind that."""
+def being_zeroed(sim, stream_pool):
+    """A page of a tensor, with three ahead whose zeroing has not run: all streams are held."""
     pool = stream_pool(prefetch=AHEAD, cache=0)
     recycled(pool, 8)
     t = quarter(pool, 4)
-    sim.hold()  # the side stream as well
+    sim.hold()
     t.prepare(12)
     eventually(lambda: pool.stats().pages_prefetched == 3)
+    return t
+
+
+def test_growth_waits_on_the_device_for_the_zeroing(sim, stream_pool):
+    """Prepared pages are zeroed on the side stream; the caller's kernels start behind that."""
+    t = being_zeroed(sim, stream_pool)
     sim.release(0)
     t.extend(12)
     sim.kernel(0, t, writes=7)
@@ -237,12 +243,7 @@ def test_growth_waits_on_the_device_for_the_zeroing(sim, stream_pool):
 
 def test_a_shrink_does_not_forget_the_zeroing(sim, stream_pool):
     """Pages that were prepared, given back and revived while their zeroing has not ended."""
-    pool = stream_pool(prefetch=AHEAD, cache=0)
-    recycled(pool, 8)
-    t = quarter(pool, 4)
-    sim.hold()
-    t.prepare(12)
-    eventually(lambda: pool.stats().pages_prefetched == 3)
+    t = being_zeroed(sim, stream_pool)
     t.truncate(0)
     sim.release(0)
     t.extend(16)
@@ -271,17 +272,12 @@ def test_what_is_zeroed_needs_no_driver_call(sim, stream_pool):
 
 def test_zeroing_that_never_ends_delays_and_does_not_wipe(sim, stream_pool):
     """The tensor closes while the side stream still zeroes ahead of it: nothing is unmapped under that."""
-    pool = stream_pool(prefetch=AHEAD, cache=0)
-    recycled(pool, 8)
-    t = quarter(pool, 4)
-    sim.hold()
-    t.prepare(12)
-    eventually(lambda: pool.stats().pages_prefetched == 3)
+    t = being_zeroed(sim, stream_pool)
     sim.release(0)
     t.close()
-    assert stays_held(pool, 4)
+    assert stays_held(t.pool, 4)
     sim.release()
-    eventually(lambda: pool.stats().pages_mapped == 0)
+    eventually(lambda: t.pool.stats().pages_mapped == 0)
 
 
 # -- cached pages

@@ -258,11 +258,11 @@ class Snapshot:
 # -- captured graphs
 
 
-def captured(sim, pool, t, stream):
-    """A graph of a kernel that writes 7 over t."""
+def captured(sim, pool, t, stream, writes=7):
+    """A graph of a kernel over t."""
     sim.begin_capture(stream)
     with vtensor.lease(t, stream=stream):
-        sim.kernel(stream, t, writes=7)
+        sim.kernel(stream, t, writes=writes)
     return sim.end_capture(stream)
 
 
@@ -307,10 +307,7 @@ def test_what_remaps_pages_waits_for_a_leased_replay(sim, stream_pool, operation
     stream = sim.stream()
     t = filled(pool, 15, 1)
     child = t.fork() if operation in ("unshare", "extend") else None
-    sim.begin_capture(stream)
-    with vtensor.lease(t, stream=stream):
-        sim.kernel(stream, t)
-    graph = sim.end_capture(stream)
+    graph = captured(sim, pool, t, stream, writes=0)
     executable = sim.instantiate(graph)
     sim.hold(stream)
     with vtensor.lease(t, stream=stream):

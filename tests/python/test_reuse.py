@@ -259,35 +259,3 @@ def test_close_gives_it_back(pool_factory):
     freed(pool, 40)
     pool.close()
     assert memfds() == before and pool.stats().pages_mapped == 0
-
-
-# --- refusals ---------------------------------------------------------------------------------------------
-
-
-def test_every_refusal_in_turn_around_reuse(pool):
-    """I8: whatever is refused, no byte of the last owner's shows, and nothing is lost."""
-    for skip in range(12):
-        for refuse in (1, 3):
-            freed(pool, 40)
-            with testing.fail_after(pool, skip, refuse):
-                try:
-                    t = quarter(pool, 8)
-                    t.extend(40)
-                except vtensor.VTensorError:
-                    t = None
-                freed_quietly(pool)
-            if t is not None:
-                assert not t.any()
-                t.close()
-            pool.trim()
-            pool.wait_idle(5)
-            testing.check_invariants(pool)
-            stats = check_sums(pool)
-            assert stats.pages_mapped == stats.pages_used == 0
-
-
-def freed_quietly(pool):
-    try:
-        freed(pool, 20, capacity=50)
-    except vtensor.VTensorError:
-        pass

@@ -263,6 +263,17 @@ def test_views_that_die_on_other_threads(large):
     assert large.stats().pages_used == 0
 
 
+def work_while_collecting(work):
+    """With the collector at every allocation."""
+    usual = gc.get_threshold()
+    try:
+        gc.set_threshold(1, 1, 1)
+        run_together(work)
+    finally:
+        gc.set_threshold(*usual)
+    gc.collect()
+
+
 @pytest.mark.exact
 def test_a_finalizer_inside_an_operation_does_not_deadlock(pool):
     """The collector may run inside any operation, and close, grow or drop tensors of the same pool."""
@@ -282,7 +293,6 @@ def test_a_finalizer_inside_an_operation_does_not_deadlock(pool):
             filled(pool, 2).close()
             pool.stats()
 
-    old = gc.get_threshold()
     t = filled(pool, 1, capacity=400)
     x = torch.ones(1, t.shape[1], dtype=t.dtype)
 
@@ -294,12 +304,7 @@ def test_a_finalizer_inside_an_operation_does_not_deadlock(pool):
             t.fork()
             t.shrink(1)
 
-    try:
-        gc.set_threshold(1, 1, 1)
-        run_together(work)
-    finally:
-        gc.set_threshold(*old)
-    gc.collect()
+    work_while_collecting(work)
     assert len(done) > 5 and t.length == 1
 
 
@@ -320,20 +325,13 @@ def test_a_finalizer_of_the_tensor_inside_its_own_operation(pool):
             except vtensor.VTensorError:
                 outcomes.append("refused")
 
-    old = gc.get_threshold()
-
     def work():
         for _ in range(100):
             Node()
             t.append(x)
             t.shrink(1)
 
-    try:
-        gc.set_threshold(1, 1, 1)
-        run_together(work)
-    finally:
-        gc.set_threshold(*old)
-    gc.collect()
+    work_while_collecting(work)
     assert outcomes and t.length == 1 and t.eq(1).all()
 
 

@@ -210,8 +210,7 @@ def test_a_recording_that_has_not_begun_says_so(ask, tmp_path, monkeypatch):
 def test_a_forked_child_records_nothing_and_says_so():  # I13
     run_snippet(
         """
-        from vtensor import _core, plot, trace
-        from vtensor._pictures import events as curves
+        from vtensor import trace
         t = vtensor.empty(1, 4, grow_dim=0, capacity=64, dtype=torch.float32, device="cpu")
 
         def refused(call):
@@ -239,8 +238,7 @@ def test_a_forked_child_records_nothing_and_says_so():  # I13
 def test_the_interpreter_exits_with_a_recording_that_runs():  # I14
     finished = run_snippet(
         """
-        from vtensor import _core, plot, trace
-        from vtensor._pictures import events as curves
+        from vtensor import trace
         forgotten = trace.record(64).__enter__()
         del forgotten
         recording = trace.record().__enter__()
