@@ -256,10 +256,10 @@ def sim(pool_factory):
 
 @pytest.fixture
 def stream_pool(sim, pool_factory):
-    """Makes pools over the simulated device that wait for streams for a second; closes them at the end."""
+    """Makes pools over the simulated device, whose waits are bounded; closes them at the end."""
     made = []
 
-    def make(pages=64, *, patience=1.0, **options):
+    def make(pages=64, *, patience=20.0, **options):
         pool = pool_factory("simcuda", pages, patience=patience, **options)
         made.append(pool)
         return pool

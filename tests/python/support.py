@@ -63,7 +63,7 @@ def leave_spare(pool: vtensor.Pool, pages: int) -> None:
     nbytes = pages * pool.page_size
     with vtensor.empty(0, grow_dim=0, capacity=nbytes, dtype=torch.uint8, pool=pool) as t:
         t.extend(nbytes).shrink(nbytes, front=True)
-        pool.wait_idle(5)
+        pool.wait_idle()
 
 
 class Rival:

@@ -145,20 +145,20 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule()
     def trim(self) -> None:
         self.arena.trim()
-        assert self.attempt(lambda: self.pool.wait_idle(5), None)
+        assert self.attempt(lambda: self.pool.wait_idle(), None)
         assert self.arena.stats().nbytes_mapped == len(pages_of(self.used())) * PAGE
 
     @rule(which=st.lists(st.integers(0, BLOCKS - 1), max_size=6))
     def trim_some(self, which: list[int]) -> None:
         self.arena.trim([block(i) for i in which])
-        assert self.attempt(lambda: self.pool.wait_idle(5), None)
+        assert self.attempt(lambda: self.pool.wait_idle(), None)
         mapped = {record.index for record in self.arena.pages()}
         assert mapped & pages_of(which) <= pages_of(self.used())
 
     @rule(contents=st.sampled_from(["host", "discard"]), discard=st.booleans())
     def sleep(self, contents: str, discard: bool) -> None:
         """Its pages come back, and what no block needs does not."""
-        assert self.attempt(lambda: self.pool.wait_idle(5), None)
+        assert self.attempt(lambda: self.pool.wait_idle(), None)
         self.pool.sleep(tag="kv", contents=contents)
         assert not any(self.arena.holds([block(i) for i in range(BLOCKS)]))
         if not self.attempt(lambda: self.pool.wake(discard=discard), None):
@@ -230,7 +230,7 @@ def test_a_refused_unmapping_is_tried_again(arena):
     with testing.fail_after(arena.pool, 0, 1000):
         arena.unmap([block(0), block(4)])
     assert arena.stats().pages_active == 0
-    arena.pool.wait_idle(5)
+    arena.pool.wait_idle()
     assert arena.stats().nbytes_mapped == 0 and arena.pool.stats().pages_used == 0
 
 
@@ -252,7 +252,7 @@ def test_blocks_that_come_and_go_make_no_driver_call(caching):
     caching.map([block(i) for i in range(4)])
     content(caching, 2).fill_(9)
     caching.unmap([block(i) for i in range(4)])
-    caching.pool.wait_idle(5)
+    caching.pool.wait_idle()
     assert caching.stats().pages_cached == len(pages_of(range(4)))
     before = calls(caching.pool)
     for _ in range(10):
@@ -287,7 +287,7 @@ def test_of_some_blocks_the_unneeded_pages_go(caching):
     caching.map([block(i) for i in range(4)])
     caching.unmap([block(i) for i in range(1, 4)])
     assert caching.trim([block(0), block(1)]) == PAGE  # block 0 is in use, and shares a page with block 1
-    caching.pool.wait_idle(5)
+    caching.pool.wait_idle()
     assert caching.holds([block(i) for i in range(4)]) == [True, False, True, True]
     assert caching.stats().pages_evicted == 0
     assert caching.trim([]) == 0
@@ -319,7 +319,7 @@ def test_what_blocks_held_comes_to_no_tensor(pool_factory, kind):
         arena.map([(0, 8 * PAGE)])
         arena.tensor.fill_(42)
         arena.unmap([(0, 8 * PAGE)])
-        pool.wait_idle(5)
+        pool.wait_idle()
         t.extend(16)
         assert t.ne(42).all()
 
@@ -329,7 +329,7 @@ def test_a_zero_policy_that_asks_for_zeros_gets_them(pool_factory, kind):
     arena.map([block(0)])
     content(arena, 0).fill_(5)
     arena.unmap([block(0)])
-    arena.pool.wait_idle(5)
+    arena.pool.wait_idle()
     arena.map([block(0)])
     assert not content(arena, 0).any()
 
@@ -340,7 +340,7 @@ def test_a_zero_policy_that_asks_for_zeros_gets_them(pool_factory, kind):
 def test_what_is_prepared_costs_the_caller_no_call(caching):
     """I15."""
     caching.prepare([block(0), block(7)])
-    caching.pool.wait_idle(5)
+    caching.pool.wait_idle()
     assert caching.stats().pages_prefetched == len(pages_of([0, 7]))
     before = calls(caching.pool)
     caching.map([block(0), block(7)])
@@ -350,7 +350,7 @@ def test_what_is_prepared_costs_the_caller_no_call(caching):
 
 def test_what_was_prepared_gives_way(caching):
     caching.prepare([block(i) for i in range(6)])
-    caching.pool.wait_idle(5)
+    caching.pool.wait_idle()
     assert caching.stats().pages_prefetched == 9
     filled(caching.pool, 14 * 4, 1)
     assert caching.stats().pages_prefetched == 0
@@ -359,7 +359,7 @@ def test_what_was_prepared_gives_way(caching):
 def test_pages_of_refused_blocks_give_way(caching):
     """I15: what was prepared for blocks that were refused is cached, and can be evicted."""
     caching.prepare([block(0)])
-    caching.pool.wait_idle(5)
+    caching.pool.wait_idle()
     with pytest.raises(vtensor.OutOfPages):
         caching.map([block(i) for i in range(BLOCKS)])
     assert caching.stats().pages_cached == 2
@@ -380,7 +380,7 @@ def test_what_the_mapper_meets_is_raised_by_the_next_operation(pool_factory):
 
         def is_idle() -> bool:
             try:
-                pool.wait_idle(5)
+                pool.wait_idle()
             except vtensor.DriverError:  # what it had met until then
                 return False
             return True
@@ -478,7 +478,7 @@ def test_views_outlive_a_closed_arena(pool_factory):
     content(arena, 0).fill_(7)
     view = arena.tensor[:BLOCK]
     arena.close()
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_used == 0 and pool.stats().nbytes_reserved == PAGES * PAGE
     assert not view.any()
     del view, arena

@@ -131,7 +131,7 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule(which=numbers)
     def trim(self, which: list[int]) -> None:
         self.blocks.trim(which)
-        self.pool.wait_idle(5)
+        self.pool.wait_idle()
         for block in set(which) - self.mapped():
             if not pages_of([block]) & pages_of(self.mapped()):
                 assert self.blocks.whole([block]) == [False]
@@ -144,7 +144,7 @@ class BlocksMachine(RuleBasedStateMachine):
     )
     def sleep(self, contents: str, discard: bool, released: list[int], ends: bool) -> None:
         """Blocks are released, and steps end, during the sleep too."""
-        self.pool.wait_idle(5)
+        self.pool.wait_idle()
         self.pool.sleep(tag="kv", contents=contents)
         assert not any(self.blocks.whole(range(COUNT)))
         self.release(released)
@@ -300,7 +300,7 @@ def test_a_block_held_again_outlives_the_step_that_it_waited_for(blocks):
 def test_a_prepared_block_is_held_without_a_call(blocks):
     blocks.hold([0])
     blocks.prepare([0, 2, 3])
-    blocks.arena.pool.wait_idle(5)
+    blocks.arena.pool.wait_idle()
     stats = blocks.arena.stats()
     assert stats.pages_prefetched == LAYERS and stats.pages_active == LAYERS and blocks.mapped == 1
     before = calls(blocks.arena.pool)
@@ -311,7 +311,7 @@ def test_a_prepared_block_is_held_without_a_call(blocks):
 
 def test_a_prepared_block_that_is_not_held_goes_when_others_want_memory(blocks):
     blocks.prepare([2, 4])
-    blocks.arena.pool.wait_idle(5)
+    blocks.arena.pool.wait_idle()
     assert blocks.arena.stats().pages_prefetched == 2 * LAYERS
     assert blocks.trim([2]) == LAYERS * PAGE
     filled(blocks.arena.pool, BUDGET * 4, 1).close()
@@ -322,5 +322,5 @@ def test_preparing_takes_nothing_that_a_released_block_holds(blocks):
     blocks.hold([0, 2, 4, 6])
     blocks.release([0, 2, 4, 6])
     blocks.prepare(range(8, COUNT))
-    blocks.arena.pool.wait_idle(5)
+    blocks.arena.pool.wait_idle()
     assert blocks.whole([0, 2, 4, 6]) == [True] * 4

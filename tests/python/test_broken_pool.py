@@ -140,7 +140,7 @@ def test_the_mapper_rests(pool_factory, kind):
     pool = pool_factory(kind, prefetch=1 << 18, cache=1 << 18)
     beside, tensors = filled(pool, 9, 7), to_break(pool)
     freed = filled(pool, 20, capacity=30)
-    pool.wait_idle(5)
+    pool.wait_idle()
     breaks(pool, tensors)
     freed.close()
     time.sleep(0.05)

@@ -46,8 +46,8 @@ def test_one_refused_call(pool_factory, kind, name, ahead):
             scene.check()
             run(scene)  # the next call works
         with contextlib.suppress(vtensor.DriverError) if ahead else contextlib.nullcontext():
-            pool.wait_idle(5)  # what the worker met is raised once
-        pool.wait_idle(5)
+            pool.wait_idle()  # what the worker met is raised once
+        pool.wait_idle()
         testing.check_invariants(pool)
         stats = pool.stats()
         assert stats.pages_pinned == 0  # I4
@@ -101,7 +101,7 @@ def undo_refused(kind, name, refuse):
         for t in (*tensors, beside):
             t.close()
         if pool.broken is None:
-            pool.wait_idle(timeout=5)
+            pool.wait_idle()
             stats = pool.stats()
             assert stats.pages_used == stats.pages_mapped == 0
         assert pool.stats().tensors == 0

@@ -112,7 +112,7 @@ def test_a_cached_tensor_whose_fence_cannot_be_asked(sim, stream_pool):
     sim.fail("cuEventQuery", 1, 6)
     eventually(lambda: sim.calls("cuEventQuery") >= asked + 9)
     sim.release(stream)
-    pool.wait_idle(2)
+    pool.wait_idle()
     with quarter(pool, 16) as t:
         assert not t.any()
 
@@ -159,9 +159,9 @@ def test_every_driver_call_refused(sim, stream_pool, ahead, cache):
         error = go_through(pool, sim, stream, n)
         seen.add(error is None)
         try:
-            pool.wait_idle(2)
+            pool.wait_idle()
         except vtensor.DriverError:  # what the mapper met, raised once
-            pool.wait_idle(2)
+            pool.wait_idle()
         pool.trim()
         stats = pool.stats()
         assert (stats.pages_pinned, stats.pages_mapped, pool.broken) == (0, 0, None), (n, error)
@@ -206,7 +206,7 @@ def test_pages_whose_zeroing_was_refused_are_not_for_the_next_owner(sim, stream_
     t = filled(pool, 16, 7)
     sim.fail("cuMemsetD8Async")
     t.close()
-    pool.wait_idle(5)
+    pool.wait_idle()
     with quarter(pool, 16) as u:
         assert u.ne(7).all()
 

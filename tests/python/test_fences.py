@@ -144,7 +144,7 @@ def test_events_that_pass_late(sim, stream_pool, ahead, queries, milliseconds):
     for length in (24, 12, 0):
         t.truncate(length)
     t.close()
-    pool.wait_idle(1)
+    pool.wait_idle()
     assert pool.stats().pages_mapped == 0
 
 
@@ -203,7 +203,7 @@ def test_a_second_shrink_waits_for_its_own_fence(sim, stream_pool):
     sim.release(first)
     assert stays_held(pool, 3)
     sim.release(second)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_pinned == 0
 
 
@@ -213,10 +213,10 @@ def test_a_second_shrink_waits_for_its_own_fence(sim, stream_pool):
 def recycled(pool, pages: int) -> None:
     """Leaves free pages in the pool that hold bytes of a closed tensor."""
     filled(pool, 4 * pages, 255).close()
-    pool.wait_idle(1)
+    pool.wait_idle()
     pool.trim()
     filled(pool, 4 * pages, 255).close()
-    pool.wait_idle(1)
+    pool.wait_idle()
 
 
 def being_zeroed(sim, stream_pool):
@@ -259,7 +259,7 @@ def test_what_is_zeroed_needs_no_driver_call(sim, stream_pool):
     t, u = quarter(pool, 4), quarter(pool, 4)
     for tensor in (t, u):
         tensor.prepare(12)
-    pool.wait_idle(1)
+    pool.wait_idle()
     before = calls(pool)
     t.extend(12)
     assert not calls_since(pool, before)
@@ -326,7 +326,7 @@ def test_cached_pages_are_zeroed_behind_the_last_owner(sim, stream_pool):
     time.sleep(0.02)
     assert "cuMemsetD8Async" not in pool.stats().driver_calls["mapper"]
     sim.release(stream)
-    pool.wait_idle(1)
+    pool.wait_idle()
     before = calls(pool)
     t = quarter(pool, 16)
     assert not calls_since(pool, before)
@@ -436,10 +436,10 @@ def test_a_late_copy_harms_nobody(sim, stream_pool, closed):
         t.close(), child.close()
     other = filled(pool, 12, 9)  # all that are left
     sim.release()
-    pool.wait_idle(1)
+    pool.wait_idle()
     assert other.eq(9).all()
     other.close(), t.close(), child.close()
-    pool.wait_idle(1)
+    pool.wait_idle()
     assert pool.stats().pages_used == 0  # I14
 
 
@@ -478,7 +478,7 @@ def test_a_fence_that_never_passes(sim, stream_pool, ahead):
     testing.check_invariants(pool)
     t.close()
     sim.late_events()
-    pool.wait_idle(1)
+    pool.wait_idle()
     assert pool.stats().pages_mapped == 0
 
 

@@ -121,7 +121,7 @@ def forget_all():
 END = """
 go_on()
 close_all()
-pool.wait_idle(5)
+pool.wait_idle()
 stats = pool.stats()
 assert (stats.pages_used, stats.pages_mapped) == (0, 0), stats
 pool.close()

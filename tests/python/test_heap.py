@@ -63,7 +63,7 @@ def empty(pool: vtensor.Pool, *cores) -> None:
     for core in cores:
         core.trim()
     pool.trim()
-    pool.wait_idle(5)
+    pool.wait_idle()
     testing.check_invariants(pool)
     for core in cores:
         core.trim()  # the addresses too
@@ -137,7 +137,7 @@ def test_a_freed_size_makes_no_driver_call(pool_factory, kind, nbytes):
         others = [allocate(nbytes) for _ in range(3)]
         address = allocate(nbytes)
         free(address)
-        pool.wait_idle(5)
+        pool.wait_idle()
         before = calls(pool)
         for _ in range(10):
             assert allocate(nbytes) == address
@@ -197,7 +197,7 @@ def test_scattered_memory_is_mapped_not_made_anew(pool_factory):
             made = [allocate(PAGE) for _ in range(32)]
             for address in made[::2]:
                 free(address)
-            pool.wait_idle(5)
+            pool.wait_idle()
             before = calls(pool)
             whole = allocate(16 * PAGE)
             assert whole, _core.take_heap_refusal()

@@ -58,7 +58,7 @@ def ones(t, n, value=1):
 def test_what_was_prepared_costs_the_caller_no_driver_call(host, rows):
     t = filled(host, 2, 9, rows=rows)
     assert t.prepare(18) is t
-    host.wait_idle(5)
+    host.wait_idle()
     rows = max(1, t.shape[0] if t.grow_dim else 1)
     stats = check_sums(host)
     assert (stats.pages_active, stats.pages_prefetched) == (rows, 4 * rows)  # 20 quarters are 5 pages
@@ -87,7 +87,7 @@ def test_prepare_returns_before_the_pages_are_there(pool_factory):
 def test_more_than_the_budget_is_prepared_as_far_as_it_goes(host):
     t = filled(host, 1, capacity=1000)
     t.prepare(999)
-    host.wait_idle(5)
+    host.wait_idle()
     stats = check_sums(host)
     assert stats.pages_used == 64 == stats.pages_active + stats.pages_prefetched
     t.extend(63 * PER_PAGE)  # what is there
@@ -117,10 +117,10 @@ def test_what_is_prepared_and_not_wanted_goes_with_a_shrink_or_the_tensor(host):
     for end in (lambda t: t.shrink(1), lambda t: t.close()):
         t = filled(host, 5)
         t.prepare(30)
-        host.wait_idle(5)
+        host.wait_idle()
         assert host.stats().pages_prefetched > 0
         end(t)
-        host.wait_idle(5)
+        host.wait_idle()
         stats = check_sums(host)
         assert stats.pages_mapped == stats.pages_active  # I4, without look-ahead
         del t
@@ -135,12 +135,12 @@ def test_a_long_append_loop_makes_no_driver_call(ahead):
     x = ones(t, 1)
     for _ in range(2 * PER_PAGE + 1):
         t.append(x)
-    ahead.wait_idle(5)
+    ahead.wait_idle()
     before = calls(ahead)
     for step in range(2 * PER_PAGE + 1, 4096):
         x.fill_(step % 251)
         t.append(x)
-        ahead.wait_idle(5)
+        ahead.wait_idle()
     assert calls_since(ahead, before) == {}
     assert mapper_calls(ahead)["mmap"] > 10
     stats = check_sums(ahead)
@@ -159,7 +159,7 @@ def test_a_loop_that_gives_the_mapper_no_time_is_right_all_the_same(anywhere):
     expected = torch.arange(400)
     for k, t in enumerate(tensors):
         assert t.eq(((expected + k) % 251).to(torch.uint8)[None, :, None]).all()
-    anywhere.wait_idle(5)
+    anywhere.wait_idle()
     check_sums(anywhere)
 
 
@@ -184,7 +184,7 @@ def test_the_bound_in_bytes_holds(ahead, rows):
         t.append(ones(t, 4))
         most = max(most, check_sums(ahead).pages_prefetched)
         if _ % 5 == 0:
-            ahead.wait_idle(5)
+            ahead.wait_idle()
             most = max(most, check_sums(ahead).pages_prefetched)
     assert most <= 16 // count * count
     assert most > 0 or count > 16
@@ -193,10 +193,10 @@ def test_the_bound_in_bytes_holds(ahead, rows):
 def test_look_ahead_follows_what_the_calls_ask_for(ahead):
     """One more call like the last ones; a prompt says nothing of the steps after it."""
     t = quarter(ahead, 40 * PER_PAGE, capacity=800)
-    ahead.wait_idle(5)
+    ahead.wait_idle()
     assert ahead.stats().pages_prefetched == 0
     t.extend(2 * PER_PAGE)
-    ahead.wait_idle(5)
+    ahead.wait_idle()
     assert 2 <= ahead.stats().pages_prefetched <= 16
 
 
@@ -208,7 +208,7 @@ def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
         for _ in range(pages * PER_PAGE):
             time.sleep(0.042)  # less than four positions within the farthest horizon
             t.extend(1)
-            ahead.wait_idle(5)
+            ahead.wait_idle()
             stats = check_sums(ahead)
             ready = (stats.pages_active + stats.pages_prefetched) * PER_PAGE - t.length
             assert t.length == 2 or 4 <= ready < 8 + PER_PAGE
@@ -251,7 +251,7 @@ def test_tensors_that_want_pages_are_served_in_turn():
 def test_a_refused_mapper_tries_again_and_less_and_less_often(sim, stream_pool):
     pool = stream_pool(prefetch=16 * PAGE, device_reserve=PAGE)
     t = quarter(pool, 1, capacity=400)
-    pool.wait_idle(5)
+    pool.wait_idle()
     before = sim.calls("cuMemGetInfo")
     sim.fail("cuMemGetInfo", 0, 1_000_000)
     t.prepare(PER_PAGE)
@@ -277,7 +277,7 @@ def test_where_nothing_is_left_the_mapper_is_not_woken(pool_factory):
     t = vtensor.empty(0, 8, grow_dim=0, capacity=13 * 512, dtype=torch.uint8, pool=pool)
     t.extend(11 * 512)
     t.extend(8)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_free == 0
     before = sleeps_of_mappers()
     for _ in range(400):
@@ -289,7 +289,7 @@ def test_no_look_ahead_past_the_capacity(ahead):
     t = quarter(ahead, capacity=6 * PER_PAGE)
     for _ in range(6):
         t.extend(PER_PAGE)
-        ahead.wait_idle(5)
+        ahead.wait_idle()
         assert ahead.stats().pages_mapped <= 6
     assert ahead.stats().pages_prefetched == 0
 
@@ -299,7 +299,7 @@ def test_a_shrink_that_is_taken_back_costs_the_caller_no_driver_call(ahead):
     for _ in range(8):
         t.extend(2 * PER_PAGE)
     t.fill_(5)
-    ahead.wait_idle(5)
+    ahead.wait_idle()
     before = calls(ahead)
     for _ in range(10):
         t.shrink(2 * PER_PAGE)
@@ -328,7 +328,7 @@ def test_look_ahead_never_passes_the_budget_and_gives_way(pool_factory):
     greedy = quarter(pool, capacity=400)
     for _ in range(4):
         greedy.extend(3 * PER_PAGE)
-    pool.wait_idle(5)
+    pool.wait_idle()
     stats = check_sums(pool)
     assert stats.pages_active == 12 and stats.pages_prefetched > 0 and stats.pages_free >= 0
     other = filled(pool, 12 * PER_PAGE, 2)  # all that is left
@@ -360,7 +360,7 @@ def test_its_own_look_ahead_gives_way_to_a_parted_page(pool_factory):
     t = filled(pool, 6, 1)
     f = t.fork()
     t.prepare(30)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_free == 0
     t.append(ones(t, 1, 2))  # unshares the page that both see
     assert t[:6].eq(1).all() and t[6].eq(2).all() and f.eq(1).all()
@@ -391,13 +391,13 @@ def test_what_the_mapper_met_is_raised_once_by_the_tensor_it_worked_for(host, sk
         error = raised_by(t)
     assert error.call == ("mmap", "madvise")[skip]
     assert (error.code, error.name) == (errno.ENOMEM, "ENOMEM") and "refused" in str(error)
-    host.wait_idle(5)
+    host.wait_idle()
     stats = check_sums(host)
     assert stats.pages_mapped == stats.pages_active == 2  # I8
     t.extend(0)
     t.extend(20)  # usable
     assert t[:2].eq(3).all() and not t[2:].any() and other.eq(4).all()
-    host.wait_idle(5)
+    host.wait_idle()
 
 
 def test_what_the_mapper_met_is_raised_by_wait_idle_too(host):
@@ -405,9 +405,9 @@ def test_what_the_mapper_met_is_raised_by_wait_idle_too(host):
     with testing.fail_after(host, 0, 1):
         t.prepare(20)
         with pytest.raises(vtensor.DriverError) as refused:
-            host.wait_idle(5)
+            host.wait_idle()
     assert refused.value.call == "mmap"
-    host.wait_idle(5)
+    host.wait_idle()
     t.extend(20)
 
 
@@ -417,13 +417,13 @@ def test_a_refused_unmap_stays_held_and_is_raised_by_wait_idle(ahead):
         t.shrink(10 * PER_PAGE)
         eventually(lambda: mapper_calls(ahead).get("munmap"))
         with pytest.raises(vtensor.DriverError) as refused:
-            ahead.wait_idle(5)
+            ahead.wait_idle()
         stats = check_sums(ahead)
         assert stats.pages_mapped == 20 == stats.pages_active + stats.pages_pinned + stats.pages_prefetched
     assert refused.value.call == "munmap"
     t.extend(4 * PER_PAGE)
     assert t.eq(1).all()
-    ahead.wait_idle(5)
+    ahead.wait_idle()
     assert check_sums(ahead).pages_pinned == 0
 
 
@@ -470,5 +470,5 @@ def test_threads_prepare_grow_and_drop_views(anywhere):
             time.sleep(0.005)
 
     run_together(look, *(partial(work, number) for number in (1, 2, 3)))
-    anywhere.wait_idle(5)
+    anywhere.wait_idle()
     assert check_sums(anywhere).pages_mapped == 0

@@ -24,7 +24,7 @@ def test_pages_that_lie_side_by_side_are_opened_in_one_call(pool_factory):
     t = quarter(pool, capacity=64 * PER_PAGE)
     before = mapper_calls(pool)
     t.prepare(8 * PER_PAGE)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert made_since(pool, before, "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async") == [8, 1, 1]
 
 
@@ -34,7 +34,7 @@ def test_a_request_of_many_tensors_takes_one_call_each(pool_factory):
     before = mapper_calls(pool)
     for t in tensors:
         t.prepare(2 * PER_PAGE)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert made_since(pool, before, "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async") == [32, 16, 16]
 
 
@@ -62,7 +62,7 @@ def test_unmapping_is_bounded_by_time(sim, stream_pool):
     t.extend(1)
     assert sim.calls("cuMemUnmap") - made < rows
     sim.slow("cuMemUnmap", 0)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_active == rows and pool.stats().pages_pinned == 0
 
 
@@ -126,11 +126,11 @@ def test_a_tensor_dropped_while_somebody_waits_calls_the_mapper(pool_factory):
     try:
         while time.monotonic() < until:
             box.append(quarter(pool, 4))
-            pool.wait_idle(5)
+            pool.wait_idle()
             gone.clear()
             go.set()
             while not gone.is_set():
-                pool.wait_idle(5)
+                pool.wait_idle()
     finally:
         box.clear()
         go.set()
@@ -146,9 +146,9 @@ def test_what_keeps_the_mapper_from_working_is_raised(sim, stream_pool):
     tried = sim.calls("cuThreadExchangeStreamCaptureMode")
     t.prepare(2 * PER_PAGE)
     with pytest.raises(vtensor.DriverError, match="cuThreadExchangeStreamCaptureMode"):
-        pool.wait_idle(5)
+        pool.wait_idle()
     time.sleep(0.1)
     assert sim.calls("cuThreadExchangeStreamCaptureMode") - tried <= 4
     simcuda_disarm()
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_prefetched == 2

@@ -131,7 +131,7 @@ def test_the_mapper_makes_calls_where_there_is_look_ahead_alone(pool_factory, ki
     t = quarter(pool, capacity=40 * PER_PAGE)
     for _ in range(10):
         t.extend(PER_PAGE)
-    pool.wait_idle(5)
+    pool.wait_idle()
     t.close()
     assert any(pool.stats().driver_calls["mapper"].values()) == bool(ahead)
 

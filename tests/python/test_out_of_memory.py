@@ -72,7 +72,7 @@ def test_a_device_without_memory(sim, stream_pool, emptied, full, name, ahead):
     t = filled(pool, 8)
     t.copy_(ramp(t))
     data = t.clone()
-    pool.wait_idle(1)
+    pool.wait_idle()
     before = pool.stats()
     full(0)
     with pytest.raises(vtensor.OutOfPages, match=r"need a page of 4096 bytes.*\d+ bytes free after torch"):
@@ -170,7 +170,7 @@ def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full)
     assert pool.stats().pages_cached == 4
     other = quarter(pool, 4, capacity=32)
     other.prepare(24)
-    pool.wait_idle(1)
+    pool.wait_idle()
     assert pool.stats().pages_prefetched == 6
     full(0)
     t = filled(pool, 40, 7, capacity=40)  # 10 pages: 4 cached and 6 ahead
@@ -198,12 +198,12 @@ def test_a_refusal_that_is_not_for_want_of_memory_takes_nothing_that_is_ahead(si
     other = quarter(pool, 4, capacity=32)
     other.prepare(24)
     filled(pool, 16).close()
-    pool.wait_idle(1)
+    pool.wait_idle()
     assert (pool.stats().pages_prefetched, pool.stats().pages_cached) == (6, 4)
     t = quarter(pool, 0, capacity=128)
     sim.fail("cuMemMap")
     t.extend(4)  # at the second try
-    pool.wait_idle(1)
+    pool.wait_idle()
     assert pool.stats().pages_cached == 0
     assert other.length == 4 and [r.state for r in other.pages()].count("prefetched") == 6
 
@@ -255,7 +255,7 @@ def test_the_budget_takes_back_what_is_spare(pool_factory, emptied, kind):
     filled(pool, 16).close()
     other = quarter(pool, 4, capacity=32)
     other.prepare(24)
-    pool.wait_idle(1)
+    pool.wait_idle()
     assert (pool.stats().pages_cached, pool.stats().pages_prefetched) == (4, 6)
     t = filled(pool, 44, 7, capacity=44)
     assert t.eq(7).all() and pool.stats().pages_used == 12
@@ -286,7 +286,7 @@ def test_what_is_done_in_the_background_leaves_the_reserve_alone(sim, stream_poo
     pool = stream_pool(device_reserve=reserve, prefetch=AHEAD)
     t = quarter(pool, 4, capacity=200)
     t.prepare(160)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert reserve <= free_memory() < before
     assert 0 < pool.stats().pages_prefetched < 8
 
@@ -346,7 +346,7 @@ def test_a_reserve_takes_what_is_spare(sim, stream_pool, emptied):
     filled(pool, 16).close()
     other = quarter(pool, 4, capacity=32)
     other.prepare(12)
-    pool.wait_idle(1)
+    pool.wait_idle()
     t = filled(pool, 28, 7, capacity=28)
     assert not emptied and t.eq(7).all()
 
@@ -355,16 +355,16 @@ def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied
     """Where there is none it stops quietly: looking ahead is no reason to ask or to raise."""
     pool = stream_pool(prefetch=AHEAD, cache=0)
     t = quarter(pool, 4)
-    pool.wait_idle(1)
+    pool.wait_idle()
     full(0)
     t.prepare(20)
-    pool.wait_idle(1)
+    pool.wait_idle()
     assert pool.stats().pages_prefetched == 0 and not emptied
     t.shrink(1)  # nothing is raised
     full(None)
     sim.fail("cuMemMap", skip=1, code=OUT_OF_MEMORY)  # by a device that can make pages, and not map them
     t.prepare(20)
-    pool.wait_idle(1)
+    pool.wait_idle()
     t.shrink(1)
     assert not emptied
     t.prepare(20)

@@ -86,7 +86,7 @@ def test_a_smaller_budget_takes_back_what_is_ahead(pool_factory):
     pool = pool_factory("host", prefetch=32 * PAGE, cache=0)
     t = quarter(pool, 4, capacity=400)
     t.prepare(20 * PER_PAGE)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_prefetched == 20
     pool.budget = PAGE
     assert check_sums(pool).pages_mapped == 1
@@ -119,7 +119,7 @@ def test_growths_and_tensors_are_counted(pool_factory):
     pool = pool_factory("host", cache=32 * PAGE)
     t = quarter(pool, 2)
     t.prepare(PER_PAGE)
-    pool.wait_idle(5)
+    pool.wait_idle()
     t.extend(1)
     t.extend(PER_PAGE - 1)  # into what was prepared
     t.extend(PER_PAGE)
@@ -141,7 +141,7 @@ def test_the_mapper_gives_back_what_is_not_to_be_kept(pool_factory, kind):
         before = calls(pool)
         filled(pool, 40 * PER_PAGE, capacity=400).close()
         assert release not in calls_since(pool, before)  # by the caller
-        pool.wait_idle(5)
+        pool.wait_idle()
         assert check_sums(pool).pages_spare == 8
         assert mapper_calls(pool)[release] >= 32 * turn
 
@@ -163,7 +163,7 @@ def test_what_unsharing_takes_is_not_released_beside_it(pool_factory, sim):
     sim.slow("cuMemMap", 0)
     sim.slow("cuMemRelease", 0)
     assert before - least == 3 * PAGE
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_spare == 0
     assert t[: PER_PAGE // 2].eq(fork[...]).all()
 
@@ -173,7 +173,7 @@ def test_idle_waits_for_no_memory_that_the_system_refuses_to_take(pool_factory):
     t = filled(pool, 4 * PER_PAGE)
     with testing.fail_after(pool, 1, 2**40) as refused:  # they are unmapped in one call
         t.shrink(4 * PER_PAGE)
-        pool.wait_idle(5)
+        pool.wait_idle()
         assert pool.stats().pages_spare == 4 and refused
     eventually(lambda: pool.stats().pages_spare == 0)
 

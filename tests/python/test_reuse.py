@@ -41,7 +41,7 @@ def test_the_next_of_its_shape_makes_no_driver_call_and_sees_zeros(pool_factory,
     assert (stats.pages_cached, stats.tensors, stats.pages_used) == (10 * count, 0, 10 * count)
     for turn in range(20):
         if rested:
-            pool.wait_idle(5)
+            pool.wait_idle()
         before = calls(pool)
         t = quarter(pool, 0, rows=rows)
         t.extend(17)
@@ -74,7 +74,7 @@ def test_zeros_stay_zeros_whatever_the_policy(pool_factory, policy, rested):
     for _ in range(10):
         freed(pool, 40, 7, make=vtensor.zeros)
         if rested:
-            pool.wait_idle(5)
+            pool.wait_idle()
         t = quarter(pool, 3, make=vtensor.zeros)
         assert not t.any()
         t.fill_(5)
@@ -93,7 +93,7 @@ def test_zeros_and_empty_do_not_take_one_another_s_place(pool):
 
 def test_a_shorter_request_has_the_rest_ahead_and_a_longer_one_maps_the_rest(pool):
     freed(pool, 40)
-    pool.wait_idle(5)
+    pool.wait_idle()
     before = calls(pool)
     short = quarter(pool, 6)
     assert calls_since(pool, before) == {}
@@ -217,7 +217,7 @@ def test_the_oldest_makes_room_within_the_limit(pool):
 
 def test_trim_gives_it_back(pool):
     freed(pool, 40)
-    pool.wait_idle(5)  # what the mapper is zeroing at the moment goes when it is done
+    pool.wait_idle()  # what the mapper is zeroing at the moment goes when it is done
     assert pool.trim() == 10 * PAGE
     stats = check_sums(pool)
     assert (stats.pages_cached, stats.pages_mapped, stats.pages_spare, stats.nbytes_reserved) == (0, 0, 0, 0)

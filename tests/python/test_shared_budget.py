@@ -601,7 +601,7 @@ def test_a_pool_whose_file_was_harmed_takes_no_more(harm, said, name):
     with open_pool("host", WHOLE, shared_budget=name, prefetch=8 * PAGE) as pool:
         t = pages(pool, 4)
         t.fill_(3)
-        pool.wait_idle(5)
+        pool.wait_idle()
         pool.trim()
         time.sleep(0.05)  # the mapper sleeps, at a page that goes now
         harm(path_of(name))
@@ -618,7 +618,7 @@ def test_a_pool_whose_file_was_harmed_takes_no_more(harm, said, name):
                 assert survey(name) == []
             t.prepare(8)  # the mapper can have no more either
             t.shrink(3)
-            pool.wait_idle(5)
+            pool.wait_idle()
             assert pool.stats().pages_mapped == 1
     assert not os.path.exists(path_of(name))
 

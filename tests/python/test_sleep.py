@@ -223,7 +223,7 @@ def test_pages_ahead_of_need_are_given_up_and_not_copied(pool_factory, kind):
     pool = pool_factory(kind, prefetch=32 * PAGE)
     t = filled(pool, 4 * PAGE, 5)
     t.prepare(8 * PAGE)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_prefetched >= 8
     with _core.FallAsleep(pool._core) as sleep:
         sleep.next_number()

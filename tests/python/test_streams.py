@@ -84,7 +84,7 @@ def test_pages_wait_for_the_named_stream(sim, stream_pool, name, operation):
     held = 4 if operation == "close" else 3
     assert pool.stats().pages_pinned == held
     sim.release(stream)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_pinned == 0
     assert sim.illegal_accesses() == 0
 
@@ -143,7 +143,7 @@ def test_a_fork_lets_the_named_stream_go(sim, stream_pool):
     sim.destroy(stream)
     f.shrink(8)
     t.shrink(8)
-    pool.wait_idle(5)
+    pool.wait_idle()
     assert pool.stats().pages_pinned == 0 and f.eq(3).all()
 
 
@@ -181,7 +181,7 @@ sim.destroy(stream)
 t.close(stream=stream)
 assert pool.stats().pages_pinned == 4
 try:
-    pool.wait_idle(1)
+    pool.wait_idle()
 except vtensor.DriverError as error:
     assert "INVALID_HANDLE" in str(error), error
 else:

@@ -113,12 +113,12 @@ def test_what_a_tensor_and_the_mapper_do_is_all_there(pool_factory):
     with trace.record() as recording:
         t = quarter(pool, 2, make=vtensor.zeros)
         t.prepare(14)
-        pool.wait_idle(5)
+        pool.wait_idle()
         t.extend(14)  # three pages that are ready
         t.truncate(4)
         t.extend(4)  # as zeros again
         t.close()
-        pool.wait_idle(5)
+        pool.wait_idle()
         reused = quarter(pool, 4, make=vtensor.zeros)
         reused.fork().unshare(0, 4)
     events = recording.events()
