@@ -33,6 +33,7 @@ _SIGNATURES = {
     "simcuda_calls": ([ctypes.c_char_p], _u64),
     "simcuda_fail": ([ctypes.c_char_p, _u64, _u64, _int], _int),
     "simcuda_set_latency": ([ctypes.c_char_p, _double, _int], _int),
+    "simcuda_hold_calls": ([ctypes.c_char_p, _int], _int),
     "simcuda_reset": ([], None),
     "simcuda_configure": ([ctypes.c_char_p, _u64], _int),
     "cuStreamBeginCapture_v2": ([_u64, _int], _int),
@@ -109,6 +110,15 @@ class SimulatedDevice:
 
     def slow(self, call: str, microseconds: float) -> None:
         self._done("simcuda_set_latency", call.encode(), microseconds, 0)
+
+    @contextlib.contextmanager
+    def calls_held(self, call: str) -> Iterator[None]:
+        """Whoever makes the call meanwhile stays in it."""
+        self._done("simcuda_hold_calls", call.encode(), 1)
+        try:
+            yield
+        finally:
+            self._done("simcuda_hold_calls", call.encode(), 0)
 
     def configure(self, setting: str, value: int) -> None:
         self._done("simcuda_configure", setting.encode(), value)

@@ -95,11 +95,16 @@ def test_nobody_else_gets_a_page_that_is_in_use(sim, stream_pool, ahead):
     t = filled(pool, 32, 5)
     sim.kernel(stream, t, writes=6)
     t.close(stream=stream)
-    threading.Timer(0.15, sim.release, [stream]).start()
-    begin = time.monotonic()
+    released = threading.Event()
+
+    def release():
+        released.set()
+        sim.release(stream)
+
+    threading.Timer(0.15, release).start()
     with filled(pool, 0) as u:
         u.extend(32)
-        assert time.monotonic() - begin > 0.1
+        assert released.is_set()
         assert not u.any()
 
 
@@ -114,7 +119,7 @@ def test_a_window_at_its_budget_waits_for_its_own_pages(sim, stream_pool, ahead)
     threading.Timer(0.1, sim.release, [stream]).start()
     begin = time.monotonic()
     t.extend(16)
-    assert time.monotonic() - begin < 0.9
+    assert time.monotonic() - begin < 10  # half of the pool's patience
     assert t[:16].eq(1).all() and t[16:].le(1).all()  # zeros, or what was its own
 
 
@@ -351,10 +356,11 @@ def test_what_was_given_up_of_a_reused_tensor_is_not_shown(sim, stream_pool):
 
 
 @WORKERS
+@pytest.mark.parametrize("ends", [False, True], ids=["never ends", "ends"])
 @pytest.mark.parametrize("operation", ["fork", "unshare", "extend", "reallocate"])
-def test_remapping_waits_for_running_work(sim, stream_pool, ahead, operation):
+def test_remapping_waits_for_running_work(sim, stream_pool, ahead, operation, ends):
     """I12: no page is protected, copied or remapped under a kernel; if that never ends, nothing changes."""
-    pool = stream_pool(prefetch=ahead, cache=0, patience=0.2)
+    pool = stream_pool(prefetch=ahead, cache=0, patience=20 if ends else 0.2)
     t = filled(pool, 10, 1)
     child = t.fork() if operation in ("unshare", "extend") else None
     target = child if child is not None else t
@@ -366,19 +372,22 @@ def test_remapping_waits_for_running_work(sim, stream_pool, ahead, operation):
     }[operation]
     sim.hold(0)
     sim.kernel(0, target, writes=0 if child is not None else 3)
-    before = (pool.stats().pages_mapped, pool.stats().pages_used, target.length)
-    with pytest.raises(vtensor.TimedOut, match=rf"\[VTensor.{operation}\] timed out after 0.2 s: work"):
-        act()
-    assert (pool.stats().pages_mapped, pool.stats().pages_used, target.length) == before
-    testing.check_invariants(pool)
-    threading.Timer(0.05, sim.release, [0]).start()
+    if ends:
+        threading.Timer(0.05, sim.release, [0]).start()
+    else:
+        before = (pool.stats().pages_mapped, pool.stats().pages_used, target.length)
+        with pytest.raises(vtensor.TimedOut, match=rf"\[VTensor.{operation}\] timed out after 0.2 s: work"):
+            act()
+        assert (pool.stats().pages_mapped, pool.stats().pages_used, target.length) == before
+        testing.check_invariants(pool)
+        sim.release(0)
     result = act()
     assert result[:10].eq(1 if child is not None else 3).all()
 
 
 def test_other_tensors_go_on_while_one_waits(sim, stream_pool):
     """I12: a fork that waits for its kernel, and a copy that waits for the device, hold no lock."""
-    pool = stream_pool(patience=2.0)
+    pool = stream_pool()
     stream = sim.stream(held=True)
     t, other, third = filled(pool, 10, 1), filled(pool, 4, 2), quarter(pool)
     sim.kernel(stream, t)
@@ -388,9 +397,9 @@ def test_other_tensors_go_on_while_one_waits(sim, stream_pool):
     time.sleep(0.05)
     begin = time.monotonic()
     other.extend(8).truncate(2)
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < 10 and waiting.is_alive()
     sim.release(stream)
-    waiting.join(5)
+    waiting.join(30)
 
     child = other.fork()
     sim.hold()
@@ -400,9 +409,9 @@ def test_other_tensors_go_on_while_one_waits(sim, stream_pool):
     time.sleep(0.05)
     begin = time.monotonic()
     third.extend(8)
-    assert time.monotonic() - begin < 0.5 and copying.is_alive()
+    assert time.monotonic() - begin < 10 and copying.is_alive()
     sim.release()
-    copying.join(5)
+    copying.join(30)
     assert child.length == 6
 
 
@@ -471,7 +480,7 @@ def test_a_fence_that_never_passes(sim, stream_pool, ahead):
         quarter(pool, 40)
     with pytest.raises(vtensor.TimedOut):
         t.fork()
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 10  # 0.2 s each
     assert pool.stats().pages_pinned == 4 and pool.stats().pages_used == 4
     with filled(pool, 16, 2) as u:
         assert u.eq(2).all() and pool.stats().pages_used == 8
@@ -518,13 +527,13 @@ import vtensor.pool
 vtensor.pool._CLOSE_SECONDS = 1.0
 sim = SimulatedDevice()
 sim.hold()
-pools = [open_pool("simcuda", patience=0.5) for _ in range(6)]
+pools = [open_pool("simcuda", patience=0.5) for _ in range(20)]
 tensors = [filled(pool, 16) for pool in pools]
 for t in tensors:
     sim.kernel(0, t)
 began = time.monotonic()
 vtensor.pool._close_pools()
-assert time.monotonic() - began < 3, "each pool waited its own time"
+assert time.monotonic() - began < 10, "each pool waited its own time"
 """
 
 
@@ -549,14 +558,13 @@ def test_a_capture_that_begins_beside_a_fence_stays_valid(sim, stream_pool):
         except vtensor.DriverError as error:
             refused.append(error)
 
-    asked = sim.calls("cuStreamIsCapturing")
-    sim.slow("cuEventRecord", 200_000)
+    recorded = sim.calls("cuEventRecord")
     thread = threading.Thread(target=end)
-    thread.start()
-    eventually(lambda: sim.calls("cuStreamIsCapturing") > asked)
-    sim.begin_capture(stream)
+    with sim.calls_held("cuEventRecord"):
+        thread.start()
+        eventually(lambda: sim.calls("cuEventRecord") > recorded)
+        sim.begin_capture(stream)
     thread.join(30)
-    sim.slow("cuEventRecord", 0)
     graph = sim.end_capture(stream)  # answers 901 where the capture was invalidated
     sim.destroy_graph(graph)
     assert "is being captured" in str(refused[0])

@@ -60,13 +60,13 @@ def test_a_budget_counts_what_a_growth_under_way_was_promised(sim, stream_pool):
     t = filled(pool, 6)
     f = t.fork()
     leave_spare(pool, 4)
-    asked = sim.calls("cuMemMap")
+    asked, used = sim.calls("cuMemMap"), pool.stats().pages_used
     sim.slow("cuMemMap", 200_000)
     grower = threading.Thread(target=lambda: t.extend(PER_PAGE))
     grower.start()
     eventually(lambda: sim.calls("cuMemMap") > asked)
     with pytest.raises(vtensor.OutOfPages):
-        pool.budget = pool.stats().pages_used * PAGE
+        pool.budget = (used + 1) * PAGE
     grower.join()
     sim.slow("cuMemMap", 0)
     assert check_sums(pool).pages_free >= 0
@@ -162,7 +162,7 @@ def test_what_unsharing_takes_is_not_released_beside_it(pool_factory, sim):
     growth.join()
     sim.slow("cuMemMap", 0)
     sim.slow("cuMemRelease", 0)
-    assert before - least == 3 * PAGE
+    assert before - min(least, sim.free_memory()) == 3 * PAGE
     pool.wait_idle()
     assert pool.stats().pages_spare == 0
     assert t[: PER_PAGE // 2].eq(fork[...]).all()

@@ -31,6 +31,7 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(reset, simcuda_reset);
   SIMCUDA_ENTRY(fail, simcuda_fail);
   SIMCUDA_ENTRY(set_latency, simcuda_set_latency);
+  SIMCUDA_ENTRY(hold_calls, simcuda_hold_calls);
   SIMCUDA_ENTRY(leaks, simcuda_leaks);
   SIMCUDA_ENTRY(free_memory, simcuda_free_memory);
   SIMCUDA_ENTRY(mapping_at, simcuda_mapping_at);

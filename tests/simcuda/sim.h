@@ -123,6 +123,7 @@ CUresult answer_waiting(const char* call, Needs needs, During during,
   lock.unlock();
   latency.pass();
   lock.lock();
+  s.control.await(call, lock);
 
   Result result;
   if (code == CUDA_SUCCESS) code = refusal(s, call, needs, during);

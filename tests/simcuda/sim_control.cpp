@@ -88,6 +88,10 @@ void CallControl::set_latency(const std::string& call, Latency latency) {
   }
 }
 
+void CallControl::hold(const std::string& call, bool held) {
+  held ? void(held_.insert(call)) : void(held_.erase(call));
+}
+
 CUresult CallControl::enter(const std::string& call) {
   ++counts_[call];
   CUresult answer = CUDA_SUCCESS;
@@ -107,6 +111,14 @@ CUresult CallControl::enter(const std::string& call) {
 Latency CallControl::latency(const std::string& call) const {
   const auto found = latencies_.find(call);
   return found == latencies_.end() ? Latency() : found->second;
+}
+
+void CallControl::await(const std::string& call, std::unique_lock<std::mutex>& lock) const {
+  while (held_.contains(call)) {
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    lock.lock();
+  }
 }
 
 void Latency::pass() const {

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,10 +54,13 @@ class CallControl {
   // Forgets the failures asked for; the number of refusals that were still to come.
   std::uint64_t disarm();
   void set_latency(const std::string& call, Latency latency);
+  void hold(const std::string& call, bool held);
 
   // Counts a call; what it must answer without being made, or CUDA_SUCCESS.
   CUresult enter(const std::string& call);
   Latency latency(const std::string& call) const;
+  // Returns once the call is not held, and lets go of the lock until then.
+  void await(const std::string& call, std::unique_lock<std::mutex>& lock) const;
   std::uint64_t count(const std::string& call) const;
 
   void log(bool on);
@@ -71,6 +76,7 @@ class CallControl {
   };
   std::map<std::string, std::uint64_t> counts_;
   std::map<std::string, Latency> latencies_;
+  std::set<std::string> held_;
   std::vector<Failure> failures_;
   bool logging_ = false;
   std::vector<std::string> lines_;

@@ -59,6 +59,8 @@ int simcuda_fail(const char* call, uint64_t skip, uint64_t refuse, int code);
 uint64_t simcuda_disarm(void);
 // Every later call of that name takes this much longer; `busy` burns the time instead of sleeping.
 int simcuda_set_latency(const char* call, double microseconds, int busy);
+// Calls of that name wait, once they are counted, until the name is held no longer: hold = 0.
+int simcuda_hold_calls(const char* call, int hold);
 
 typedef struct {
   uint64_t handles;   // allocations that were not released

@@ -80,6 +80,13 @@ SIMCUDA_EXPORT int simcuda_set_latency(const char* call, double microseconds, in
   return 0;
 }
 
+SIMCUDA_EXPORT int simcuda_hold_calls(const char* call, int hold) {
+  if (!simcuda::CallControl::is_call(call)) return -1;
+  std::lock_guard lock(sim().mutex);
+  sim().control.hold(call, hold != 0);
+  return 0;
+}
+
 SIMCUDA_EXPORT SimcudaLeaks simcuda_leaks(void) {
   std::lock_guard lock(sim().mutex);
   return sim().leaks();
