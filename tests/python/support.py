@@ -154,6 +154,11 @@ def eventually(done, seconds: float = 10.0):
     return result
 
 
+def sometimes(attempt, tries: int = 5) -> bool:
+    """Whether one of a few attempts succeeds: for what holds unless the machine keeps a thread waiting."""
+    return any(attempt() for _ in range(tries))
+
+
 def run_together(*bodies, seconds=40.0):
     """Runs each in a thread of its own, started at one moment; raises the first error, or on a deadlock."""
     barrier = threading.Barrier(len(bodies))

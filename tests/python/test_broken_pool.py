@@ -23,6 +23,7 @@ from support import (
     run_snippet,
     simcuda_control,
     simcuda_disarm,
+    sometimes,
 )
 from vtensor import testing
 
@@ -143,11 +144,14 @@ def test_the_mapper_rests(pool_factory, kind):
     pool.wait_idle()
     breaks(pool, tensors)
     freed.close()
-    time.sleep(0.05)
-    made = pool.stats().driver_calls["mapper"]
     beside[:1].clone()
-    time.sleep(0.6)  # longer than a refused unmapping waits
-    assert pool.stats().driver_calls["mapper"] == made
+
+    def rests() -> bool:
+        made = pool.stats().driver_calls["mapper"]
+        time.sleep(0.6)  # longer than a refused unmapping waits
+        return pool.stats().driver_calls["mapper"] == made
+
+    assert sometimes(rests, 2)  # it may have been at work
     check_sums(pool)
     assert beside.eq(7).all()
     pool.close()
@@ -180,7 +184,7 @@ def test_every_wait_ends(pool_factory, sim):
     time.sleep(0.05)
     breaks(pool, tensors)
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
     sim.release(stream)
     assert [message for message, _ in raised] == [pool.broken] * 2
     pool.close()
@@ -195,10 +199,14 @@ def test_other_pools_of_a_shared_budget_are_answered(pool_factory, kind):
     breaks(pool, tensors)
     held = pool.stats().nbytes_held
     t = quarter(other, capacity=200)
-    began = time.monotonic()
-    with pytest.raises(vtensor.OutOfPages):
-        t.extend(32 * 4)
-    assert time.monotonic() - began < 0.9  # answered: a pool that says nothing is waited for 1 s
+
+    def answered() -> bool:
+        began = time.monotonic()
+        with pytest.raises(vtensor.OutOfPages):
+            t.extend(32 * 4)
+        return time.monotonic() - began < 0.9  # a pool that says nothing is waited for 1 s
+
+    assert sometimes(answered)
     assert other.stats().nbytes_held_by_others == pool.stats().nbytes_held == held
     t.extend(4 * (32 - held // pool.page_size))
     del tensors

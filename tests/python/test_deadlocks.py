@@ -66,7 +66,7 @@ def join(threads):
 """
 
 
-def check(code: str, *, device: str = "host", finalize: bool = False, timeout: float = 30.0) -> None:
+def check(code: str, *, device: str = "host", finalize: bool = False, timeout: float = 60.0) -> None:
     code = BUSY.replace("{pool}", POOLS[device]) + textwrap.dedent(code)
     finished = run_snippet(code, finalize=finalize, timeout=timeout).check()
     assert finished.err == "", finished.err
@@ -225,7 +225,7 @@ def wait():
         t.prepare(1000)
         t.extend(0)
         pool.wait_idle(10)
-interrupted(wait, 5)
+interrupted(wait, 15)
 join(threads)
 t.extend(1)
 testing.check_invariants(pool)
@@ -250,7 +250,7 @@ def wait():
         device.wait_idle(1)
     except vtensor.TimedOut:
         pass
-interrupted(wait, 4)
+interrupted(wait, 15)
 assert device.stats().pages_pinned == 5
 control.simcuda_release(every)
 device.wait_idle(10)

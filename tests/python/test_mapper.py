@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from support import (
     quarter,
     run_together,
     simcuda_disarm,
+    sometimes,
 )
 from vtensor import testing
 
@@ -165,13 +167,19 @@ def test_a_loop_that_gives_the_mapper_no_time_is_right_all_the_same(anywhere):
 
 def test_overtaking_waits_for_no_more_than_a_step_of_the_mapper(pool_factory):
     pool = pool_factory("host", pages=16000)
-    t = quarter(pool, capacity=4 * 16000)
-    t.prepare(4 * 16000)
-    eventually(lambda: pool.stats().pages_prefetched)
-    t.extend(4 * 1000)
-    assert pool.stats().pages_mapped < 15900, "extend came back only after all that was prepared"
-    assert not t.any()
-    pool.wait_idle(20)
+
+    def overtakes():
+        with quarter(pool, capacity=4 * 16000) as t:
+            t.prepare(4 * 16000)
+            eventually(lambda: pool.stats().pages_prefetched)
+            t.extend(4 * 1000)
+            mapped = pool.stats().pages_mapped
+            assert not t.any()
+            pool.wait_idle()
+        pool.trim()  # so that the next one takes as long
+        return mapped < 15900
+
+    assert sometimes(overtakes), "extend came back only after all that was prepared"
 
 
 @pytest.mark.parametrize("rows", [(), (3,), (7,), (20,)])
@@ -235,17 +243,24 @@ def test_a_mapper_that_may_not_look_far_is_not_woken_for_each_page():
 def test_tensors_that_want_pages_are_served_in_turn():
     """So no tensor waits for its first page until another has its second."""
     large = 1 << 20  # bytes: a step of the mapper, or several
-    with vtensor.Pool("cpu", page_size=large) as pool:
-        both = [vtensor.empty(0, grow_dim=0, capacity=64 * large, dtype=torch.uint8, pool=pool) for _ in "kv"]
-        with vtensor.trace.record() as recording:
-            for t in both:
-                t.prepare(32 * large)
-            pool.wait_idle(30)
-        served = [e.tensor for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
-        first = served.index(both[1].address)
-        assert len(served) == 64 and first < 24
-        # From the moment that both are known.
-        assert all(a != b for a, b in itertools.pairwise(served[first - 1 : first + 2 * (32 - first)]))
+
+    def both_wait() -> bool:
+        with vtensor.Pool("cpu", page_size=large) as pool:
+            both = [
+                vtensor.empty(0, grow_dim=0, capacity=64 * large, dtype=torch.uint8, pool=pool) for _ in "kv"
+            ]
+            with vtensor.trace.record() as recording:
+                for t in both:
+                    t.prepare(32 * large)
+                pool.wait_idle(30)
+            served = [e.tensor for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
+            first = served.index(both[1].address)
+            assert len(served) == 64
+            # From the moment that both are known.
+            assert all(a != b for a, b in itertools.pairwise(served[first - 1 : first + 2 * (32 - first)]))
+            return first < 24
+
+    assert sometimes(both_wait)
 
 
 def test_a_refused_mapper_tries_again_and_less_and_less_often(sim, stream_pool):
@@ -256,18 +271,29 @@ def test_a_refused_mapper_tries_again_and_less_and_less_often(sim, stream_pool):
     sim.fail("cuMemGetInfo", 0, 1_000_000)
     t.prepare(PER_PAGE)
     time.sleep(0.5)
+    eventually(lambda: sim.calls("cuMemGetInfo") - before >= 2)
     tries = sim.calls("cuMemGetInfo") - before
     simcuda_disarm()
-    assert 2 <= tries < 40
+    assert tries < 40
     eventually(lambda: pool.stats().pages_prefetched == 1)
+
+
+def mappers() -> set[Path]:
+    """The mappers of this process. One that has ended is still among them for a moment."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            if (task / "comm").read_text() == "vtensor-mapper\n":
+                found.add(task)
+    return found
 
 
 def sleeps_of_mappers() -> int:
     """How often the mappers of this process went to sleep so far."""
     total = 0
-    for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text() == "vtensor-mapper\n":
-            status = (task / "status").read_text()
+    for mapper in mappers():
+        with suppress(OSError):  # it ends just now
+            status = (mapper / "status").read_text()
             total += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
     return total
 
@@ -431,23 +457,23 @@ def test_a_refused_unmap_stays_held_and_is_raised_by_wait_idle(ahead):
 
 
 def test_one_thread_a_pool_that_ends_with_it(pool_factory):
-    def mappers():
-        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-        return names.count("vtensor-mapper")
-
     before = mappers()
+
+    def made() -> int:
+        return len(mappers() - before)
+
     pool = pool_factory("host", prefetch=16 * PAGE)
-    eventually(lambda: mappers() == before + 1)
+    eventually(lambda: made() == 1)
     t = quarter(pool)
     t.prepare(8)
     t.extend(8)
     pool.close()
-    assert mappers() == before
+    eventually(lambda: made() == 0)
     quiet = pool_factory("host")  # prefetch=0: no mapper before the first prepare()
     u = quarter(quiet)
-    assert mappers() == before
+    assert made() == 0
     u.prepare(8)
-    eventually(lambda: mappers() == before + 1)
+    eventually(lambda: made() == 1)
 
 
 def test_threads_prepare_grow_and_drop_views(anywhere):
