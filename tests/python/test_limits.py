@@ -237,9 +237,6 @@ def test_addresses_cost_nothing():
     """At most a byte for each reserved page until something is mapped, and then only what lies near."""
     run_snippet(
         """
-        def resident():
-            return int(open("/proc/self/statm").read().split()[1]) * 4096
-
         page = 65536
         pool = vtensor.Pool("cpu", page_size=page, budget=64 * page)
         small = vtensor.Arena(page, pool=pool)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import resource
 import tempfile
 import threading
 import time
@@ -29,6 +28,7 @@ from support import (
     eventually,
     leave_spare,
     open_pool,
+    resident,
     run_program,
     run_together,
 )
@@ -972,10 +972,6 @@ class CudaSleepMachine(SleepMachine):
 
 TestSleep = case(SleepMachine, seconds=300)
 TestSimulatedSleep = case(CudaSleepMachine, seconds=300)
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.alone

