@@ -248,16 +248,21 @@ TEST_CASE("what is prepared in the place of pages on their way out is there") {
 }
 
 TEST_CASE("a caller who overtakes the mapper waits for no more than a step of its") {
-  const auto pool = open_pool(1 << 16, {.prefetch = 64 * kBytes});
   const RowShape shape{1, kBytes, 1 << 15, 0, false};
-  const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
-  buffer->prepare(1 << 15);
-  CHECK(settled(*pool, [&] { return pool->counts().prefetched > 0; }));
-  pool->trim();  // waits for the calls of all threads
-  CHECK(pool->counts().prefetched < 1 << 15);
-  buffer->grow(kCaller, {0, 2048}, false);              // ready or not
-  CHECK(pool->counts().prefetched < (1 << 15) - 2048);  // the mapper had not come to the end
-  buffer->abandon();
+  bool overtaken = false;
+  // Tried a few times, as the machine may keep this thread waiting.
+  for (int tries = 0; tries < 5 && !overtaken; ++tries) {
+    const auto pool = open_pool(1 << 16, {.prefetch = 64 * kBytes});
+    const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
+    buffer->prepare(1 << 15);
+    CHECK(settled(*pool, [&] { return pool->counts().prefetched > 0; }));
+    pool->trim();  // waits for the calls of all threads
+    overtaken = pool->counts().prefetched < 1 << 15;
+    buffer->grow(kCaller, {0, 2048}, false);  // ready or not
+    overtaken = overtaken && pool->counts().prefetched < (1 << 15) - 2048;
+    buffer->abandon();
+  }
+  CHECK(overtaken);  // the mapper had not come to the end
 }
 
 TEST_CASE("pages that are announced are not for what only looks ahead") {
@@ -391,7 +396,7 @@ TEST_CASE("rows that were prepared half way and then refused are given back") {
     }
     pool->driver().meter().disarm();
     buffer->abandon();
-    CHECK_NOTHROW(pool->wait_idle(std::chrono::seconds(2)));
+    CHECK_NOTHROW(pool->wait_idle(kPatience));
     CHECK(pool->counts().mapped == 0);
     CHECK(pool->counts().reserved_pages == 0);
   }

@@ -31,7 +31,7 @@ using slots::OnHost;
 using slots::OnSimulation;
 
 constexpr std::size_t kPages = 256;
-constexpr std::chrono::seconds kPatience(5);
+constexpr std::chrono::seconds kPatience(20);
 constexpr std::size_t kRows[] = {0, 1};
 const Caller kCaller{"test"};
 const RowShape kShape{2, kPage / 2, 64, 0, false};

@@ -29,7 +29,7 @@ void break_and_retire(PagePool& pool) {
 
 // Whether nothing keeps the pool alive. The mapper may be the last to let it go.
 bool ends(const std::weak_ptr<PagePool>& pool) {
-  const auto until = steady_clock::now() + std::chrono::seconds(2);
+  const auto until = steady_clock::now() + kPatience;
   while (!pool.expired() && steady_clock::now() < until) std::this_thread::yield();
   return pool.expired();
 }
