@@ -118,7 +118,7 @@ def nothing_left(left):
     that is at work has let its pool go."""
     if left():
         gc.collect()
-        within(2.0, lambda: not left())
+        within(10.0, lambda: not left())
     return left()
 
 
