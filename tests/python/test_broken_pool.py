@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 import time
 
@@ -191,7 +192,7 @@ def test_every_wait_ends(pool_factory, sim):
 
 
 def test_other_pools_of_a_shared_budget_are_answered(pool_factory, kind):
-    name = f"broken-{kind}-{threading.get_ident()}"
+    name = f"broken-{kind}-{os.getpid()}"
     pool = pool_factory(kind, pages=32, shared_budget=name)
     other = pool_factory(kind, pages=32, shared_budget=name)
     tensors = to_break(pool)
