@@ -581,7 +581,7 @@ def test_handing_over_that_is_interrupted_leaves_no_descriptor(pool, monkeypatch
         for descriptor in on_the_way:
             os.close(descriptor)
         on_the_way.clear()
-        eventually(lambda: descriptors() == before)  # a device's writer closes its end by itself
+        eventually(lambda: descriptors() <= before)  # a device's writer closes its end by itself
 
     def descriptors() -> int:
         gc.collect()
