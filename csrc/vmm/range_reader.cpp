@@ -10,7 +10,6 @@
 #include <thread>
 #include <utility>
 
-#include "base/align.h"
 #include "base/descriptor.h"
 #include "base/errors.h"
 #include "base/system_errors.h"
@@ -129,29 +128,6 @@ void RangeReader::read_whole(Read read) {
   }
 }
 
-// Calls visit(block) for blocks that have changed since a version, each once.
-template <typename Visit>
-void RangeReader::each_changed(std::uint64_t since, std::uint64_t version, Visit visit) const {
-  const shared::Header& header = parts_.header();
-  std::vector<Interval> within;
-  for (std::uint64_t at = since + 2; at <= version && within.size() < shared::kChanges; at += 2) {
-    const shared::Change& change = header.changes[at / 2 % shared::kChanges];
-    within.push_back(
-        {change.first.load(std::memory_order_acquire), change.end.load(std::memory_order_acquire)});
-  }
-  // Others have taken their places by now.
-  if (since == 0 || (table_version() - since) / 2 >= shared::kChanges)
-    within = {{0, header.end.load(std::memory_order_acquire)}};
-  std::ranges::sort(within, {}, &Interval::begin);
-  std::size_t block = 0;
-  for (const Interval some : within) {
-    const std::size_t end = ceil_div(std::min(some.end, pages()), shared::kBlock);
-    for (block = std::max(block, some.begin / shared::kBlock); block < end; ++block) {
-      if (parts_.changed_with(block).load(std::memory_order_acquire) > since) visit(block);
-    }
-  }
-}
-
 // Of one version, which the writer has published. Each try copies what has changed since the last
 // one: the writer may be faster than a copy of all.
 void RangeReader::copy_table(Table& table) {
@@ -159,12 +135,15 @@ void RangeReader::copy_table(Table& table) {
   read_whole([&] {
     const std::uint64_t version = table_version();
     if (version % 2 != 0) return false;
-    each_changed(table.version, version, [&](std::size_t block) {
+    const std::size_t end = std::min<std::size_t>(
+        parts_.header().end.load(std::memory_order_acquire), parts_.sizes.pages);
+    for (std::size_t first = 0; first < end; first += shared::kBlock) {
+      const std::size_t block = first / shared::kBlock;
+      if (parts_.changed_with(block).load(std::memory_order_acquire) <= table.version) continue;
       auto& entries = table.blocks[block];
-      const std::size_t first = block * shared::kBlock;
-      for (std::size_t i = 0; i < entries.size() && first + i < pages(); ++i)
+      for (std::size_t i = 0; i < entries.size() && first + i < end; ++i)
         entries[i] = parts_.entry(first + i).load(std::memory_order_acquire);
-    });
+    }
     table.version = version;
     return table_version() == version;
   });

@@ -13,7 +13,6 @@
 
 #include "base/descriptor.h"
 #include "base/fault_report.h"
-#include "base/interval.h"
 #include "base/process.h"
 #include "base/sparse_array.h"
 #include "driver/driver.h"
@@ -59,8 +58,6 @@ class RangeReader {
   void take_place();
   void require_open(bool look);
   bool writer_lives() const { return file_.is_locked(shared::kWriterLife, 1); }
-  template <typename Visit>
-  void each_changed(std::uint64_t since, std::uint64_t version, Visit visit) const;
   void copy_table(Table& table);
   template <typename Visit>
   void each_run(const Table& table, bool mapped_now, bool mapped_then, Visit visit) const;

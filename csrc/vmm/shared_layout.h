@@ -3,10 +3,11 @@
 // each reader's own place.
 //
 //   places   one a reader, which only that reader writes: the version whose pages it may read
-//   header   sizes, versions and the last changes
+//   header   sizes and versions
 //   words    numbers of the owner's, as the begin and end of a tensor's positions
 //   table    of each page of the range, 1 + the handle of the page that stands there; 0 if none
-//   blocks   of each block of neighbouring pages, the version with which one of them changed last
+//   blocks   of each block of neighbouring pages, the version with which one of them changed last:
+//            a reader copies these alone
 //
 // Words and table have a version each, which is odd while they change (a seqlock). A reader that
 // finds the version unchanged after it has copied them has seen one moment.
@@ -14,7 +15,6 @@
 
 #include <sys/types.h>
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -28,8 +28,7 @@ namespace vtensor::shared {
 inline constexpr std::uint64_t kMagic = 0x6572616873747476;  // "vtshare"
 inline constexpr std::uint32_t kLayout = 3;
 inline constexpr std::size_t kMostReaders = 128;
-inline constexpr std::size_t kChanges = 64;
-inline constexpr std::size_t kBlock = 16;  // pages
+inline constexpr std::size_t kBlock = 64;  // pages
 
 // Bytes of the file whose locks say that the writer, or the reader with a place, lives.
 inline constexpr off_t kWriterLife = 0;
@@ -43,11 +42,6 @@ struct alignas(64) Place {
 };
 
 enum class State : std::uint64_t { open, asleep, closed };
-
-// Some pages of [first, end) of the range changed: those of several rows may lie far apart.
-struct Change {
-  Word first, end;
-};
 
 // What a range is, for good.
 struct Facts {
@@ -66,8 +60,7 @@ struct Header : Facts {
   alignas(64) Word table_version;
   Word words_version;
   Word state;
-  Word end;                              // pages from here on never had an entry
-  std::array<Change, kChanges> changes;  // of table_version 2 n at n % kChanges
+  Word end;  // pages from here on never had an entry
 };
 
 struct Sizes {

@@ -65,7 +65,8 @@ void SharedRange::change(std::size_t n, std::uint64_t entry) noexcept {
   // Release: no reader sees an entry before the version that is odd.
   parts_.entry(n).store(entry, std::memory_order_release);
   parts_.changed_with(n / shared::kBlock).store(version_ + 2, std::memory_order_release);
-  changed_ = hull(changed_, {n, n + 1});
+  if (header.end.load(std::memory_order_relaxed) <= n)
+    header.end.store(n + 1, std::memory_order_release);
 }
 
 void SharedRange::came(std::size_t n, const Page* page) noexcept { change(n, page->handle + 1); }
@@ -85,16 +86,9 @@ void SharedRange::went(std::size_t n, Page* page) noexcept {
 }
 
 void SharedRange::publish() noexcept {
-  shared::Header& header = parts_.header();
   version_ += 2;
-  shared::Change& change = header.changes[version_ / 2 % shared::kChanges];
-  change.first.store(changed_.begin, std::memory_order_release);
-  change.end.store(changed_.end, std::memory_order_release);
-  if (header.end.load(std::memory_order_relaxed) < changed_.end)
-    header.end.store(changed_.end, std::memory_order_release);
   // Before `oldest_held` looks: a reader that it does not see yet sees this version.
-  header.table_version.store(version_, std::memory_order_seq_cst);
-  changed_ = {};
+  parts_.header().table_version.store(version_, std::memory_order_seq_cst);
   changing_ = false;
 }
 

@@ -92,7 +92,6 @@ class SharedRange {
   SharedFile file_;
   shared::Parts parts_{};
   std::uint64_t version_ VT_GUARDED = 2;  // of the table as published last; even
-  Interval changed_ VT_GUARDED;           // since then
   bool changing_ VT_GUARDED = false;      // the published version is odd
   std::vector<Kept> kept_ VT_GUARDED;     // oldest first
 };

@@ -301,29 +301,6 @@ TEST_CASE("a large table is read while it changes, and only where it ever had pa
   }
 }
 
-TEST_CASE("a reader that has missed more changes than the file names finds all") {
-  constexpr std::size_t kApart = 2 * shared::kBlock;  // pages
-  constexpr std::size_t kPages = (shared::kChanges + 1) * kApart;
-  const auto pool = open_pool(false, 8, 0);
-  const std::shared_ptr<Buffer> buffer =
-      Buffer::create(pool, {1, kBytes, kPages, 0, false}, kCaller);
-  buffer->share("test", 0);
-  const Descriptor range(buffer->range().shared()->open_for_reader("test"));
-  RangeReaders readers(std::span(&range, 1), Descriptor(pool->open_for_readers("test")), 0,
-                       simulated());
-  for (std::size_t handle = 0; handle < 2; ++handle) {
-    for (std::size_t n = 0; n < kPages; n += kApart) {
-      const PoolLock lock(pool);
-      const Page page{.handle = handle};
-      buffer->range().shared()->came(n, &page);
-    }
-    CHECK(readers.sync(kCaller, readers.stale()));
-    for (std::size_t n = 0; n < kPages; n += kApart)
-      CHECK(readers.at(0).handle_at(n) == static_cast<std::int64_t>(handle));
-  }
-  buffer->abandon();
-}
-
 // Descriptors that this process has.
 std::ptrdiff_t descriptors() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
@@ -394,23 +371,6 @@ TEST_CASE("a table that is being changed is of no version that a reader takes") 
   other.join();
   CHECK(taken);
   CHECK(shows(reader->at(0), writer));
-}
-
-TEST_CASE("a version names the pages that changed with it alone") {
-  const auto pool = open_pool(false, 80, 0);
-  Writer writer(pool, 'a');
-  SharedFile file;
-  file.take(writer.open_range().take());
-  REQUIRE(file.map(shared::Sizes::kWords, 0));
-  const shared::Header& header = shared::Parts{file.at(), {}}.header();
-  const std::size_t row_pages = writer.row_bytes() / kBytes;
-  for (std::size_t page = 0; page < 4; ++page) {
-    writer.grow(kBytes / kItem);
-    const shared::Change& change = header.changes[header.table_version / 2 % shared::kChanges];
-    CHECK(change.first == page);
-    CHECK(change.end == row_pages + page + 1);
-  }
-  CHECK(header.end == row_pages + 4);
 }
 
 TEST_CASE("a reader holds the pages that it could not unmap") {  // I7
