@@ -10,8 +10,7 @@
 //   read_only    SIMCUDA_READ_ONLY    1 where cuMemSetAccess takes PROT_READ (1)
 //   rdma         SIMCUDA_RDMA         1 where cuMemCreate takes the GPUDirect RDMA flag, 2 where it
 //                                     refuses it though the attribute says otherwise (1)
-//   pointers     SIMCUDA_POINTERS     to what addresses cuPointerGetAttribute gives a device
-//   pointer,
+//   pointers     SIMCUDA_POINTERS     addresses of which cuPointerGetAttribute gives a pointer
 //                                     beside those mapped with access: 1 mapped without, 2
 //                                     reserved, 3 both (1)
 //   handle_types SIMCUDA_HANDLE_TYPES the shareable handle types that cuMemCreate takes, a mask (1:
@@ -20,13 +19,11 @@
 //   first_uuid   SIMCUDA_FIRST_UUID   the number in the first device's UUID: another one stands for
 //                                     other devices (1)
 //   eager        SIMCUDA_EAGER        1 where work that may run does so when it is launched, 0
-//   where
-//                                     only when somebody asks about it: harder on the driver (1)
+//                                     when it is asked about, harder on the driver (1)
 //   sync_timeout SIMCUDA_SYNC_TIMEOUT milliseconds after which synchronising with work that is held
 //                                     back answers CUDA_ERROR_LAUNCH_TIMEOUT (10,000)
-//   blocking     SIMCUDA_BLOCKING     1 where cuMemUnmap and cuMemSetAccess return only once all
-//   work
-//                                     on the device is done, as cuda.h allows, and within
+//   blocking     SIMCUDA_BLOCKING     1 where cuMemUnmap and cuMemSetAccess return only once the
+//                                     device is idle, as cuda.h allows, and within
 //                                     sync_timeout (0)
 //   sticky_vmm   SIMCUDA_STICKY_VMM   1 where virtual memory management answers the error of a
 //   context
@@ -90,9 +87,8 @@ size_t simcuda_log_lines(void);
 // Copies a line with its ending zero into `line`; returns its length without it, as snprintf does.
 size_t simcuda_log_line(size_t index, char* line, size_t size);
 
-// Streams are CUstream values, and 0 the default stream of the thread's context, or else of device
-// 0.
-// What returns an int returns 0, or -1 where there is no such stream.
+// Streams are CUstream values, and 0 the default stream of the thread's context, or else of the
+// first device. What returns an int returns 0, or -1 where there is no such stream.
 #define SIMCUDA_ALL_STREAMS UINT64_MAX
 
 // A held stream executes nothing until it is released: its kernels "run", its events do not pass.
