@@ -309,7 +309,7 @@ void MakeRoom::answer(PoolLock& lock, std::uint32_t request) {
   for (Client* client : pool_.clients()) client->count(counts);
   pool_.store().ledger()->answer(
       request, (counts.cached + counts.prefetched + shrinkable) * pool_.page_size(),
-      pool_.store().spare().size() * pool_.page_size());
+      pool_.store().spare() * pool_.page_size());
 }
 
 bool MakeRoom::give_all_back(bool spare) noexcept {

@@ -104,15 +104,8 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
       store_(*driver_, options, ledger_.get(), [this]() VT_LOCKED { wake_mapper(); }),
       shared_(*driver_, store_, [this]() VT_LOCKED { wake_mapper(); }) {}
 
-PagePool::~PagePool() {
-  // Buffers and generations hold the pool, so none is left; only kept memory is.
-  mapper_.stop();
-  try {
-    store_.release_adjacent();
-  } catch (...) {
-    // the driver's own end gives back what it refused here
-  }
-}
+// Buffers and generations hold the pool, so none is left; only kept memory is.
+PagePool::~PagePool() { mapper_.stop(); }
 
 int PagePool::open_for_readers(const char* operation) {
   if (traits().exports == ExportKind::file) return driver_->export_page(0).descriptor;
@@ -266,7 +259,7 @@ PoolCounts PagePool::counts() {
   counts.private_copies = store_.private_copies();
   counts.budget_pages = store_.budget();
   counts.used = store_.used() + store_.private_copies();
-  counts.spare = store_.spare().size();
+  counts.spare = store_.spare();
   shared_.collect();
   counts.held_by_readers = shared_.kept();
   counts.in_page_sets = store_.in_page_sets() - counts.held_by_readers;
@@ -277,7 +270,7 @@ PoolCounts PagePool::counts() {
 
 std::size_t PagePool::unused_bytes() {
   const PoolLock lock(shared_from_this());
-  return sub_sat(store_.unused(), store_.spare().size()) * page_size();
+  return sub_sat(store_.unused(), store_.spare()) * page_size();
 }
 
 PoolEvents PagePool::events() {
@@ -345,10 +338,10 @@ std::size_t PagePool::trim() {
   quiesce(lock, "Pool.trim");
   settle_all(lock);
   shared_.collect();
-  if (traits().adjacent_handles) return store_.release_adjacent();
-  const std::size_t pages = store_.spare().size();
-  for (std::size_t left = pages; left != 0 && store_.spare().oldest();) {
-    const std::size_t some = std::min(left, kReleasedAtOnce);
+  const std::size_t pages = store_.spare();
+  const std::size_t at_once = traits().adjacent_handles ? pages : kReleasedAtOnce;
+  for (std::size_t left = pages; left != 0 && store_.releasable() != 0;) {
+    const std::size_t some = std::min(left, at_once);
     store_.release(lock, some);
     left -= some;
   }

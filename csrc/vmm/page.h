@@ -17,6 +17,7 @@ struct Page {
   bool dirty = false;                   // may hold bytes other than 0
   bool asleep = false;                  // in page tables, and mapped nowhere
   bool stale = false;                   // asleep: its memory has bytes; `dirty` is of its contents
+  bool fresh = false;                   // its memory was made, and not taken since
   std::uint32_t in_sets = 0;            // of the references: from page sets
   std::uint64_t last_owner = kNoOwner;  // id of the client that had it last
   std::uint64_t sleep = 0;              // number of the last sleep that it was in
@@ -39,14 +40,6 @@ class SparePages {
     page->newer = nullptr;
     (newest_ ? newest_->newer : oldest_) = page;
     newest_ = page;
-    ++size_;
-  }
-
-  void push_oldest(Page* page) {
-    page->older = nullptr;
-    page->newer = oldest_;
-    (oldest_ ? oldest_->older : newest_) = page;
-    oldest_ = page;
     ++size_;
   }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <exception>
-#include <iterator>
+#include <optional>
 #include <utility>
 
 #include "base/align.h"
@@ -33,7 +33,15 @@ PageStore::PageStore(Driver& driver, const PoolOptions& options, Ledger* ledger,
       when_due_(std::move(when_due)),
       budget_(in_pages(options.budget)),
       most_spare_(in_pages(options.spare)),
-      placement_(make_placement(driver, spare_)) {}
+      placement_(driver) {}
+
+PageStore::~PageStore() {
+  try {
+    if (!broken()) empty_oldest(nullptr, spare());
+  } catch (...) {
+    // The driver's own end gives back what it refused here.
+  }
+}
 
 std::size_t PageStore::left(std::size_t private_copies) const {
   const std::size_t taken = in_use() + under_way_ - std::min(private_copies, private_copies_);
@@ -55,7 +63,7 @@ std::size_t PageStore::available() const {
   }
   if (options_.device_reserve == 0) return pages;
   const std::size_t fresh = sub_sat(driver_.free_memory(), options_.device_reserve);
-  return std::min(pages, spare_.size() + in_pages(fresh));
+  return std::min(pages, spare() + in_pages(fresh));
 }
 
 std::size_t PageStore::cover_available(std::size_t pages) {
@@ -85,7 +93,7 @@ bool PageStore::cover(std::size_t pages, std::size_t spare) {
 
 void PageStore::give_back_uncovered() noexcept {
   if (ledger_ == nullptr) return;
-  const std::size_t needed = to_charge(0, spare_.size());
+  const std::size_t needed = to_charge(0, spare());
   if (charged() > needed) ledger_->hold(needed * driver_.traits().page_size);
 }
 
@@ -94,7 +102,7 @@ void PageStore::give_back_uncovered() noexcept {
 void PageStore::set_private_copies(std::size_t pages) {
   private_copies_ = pages;
   if (ledger_ == nullptr) return;
-  const std::size_t needed = to_charge(0, spare_.size());
+  const std::size_t needed = to_charge(0, spare());
   if (needed > charged()) ledger_->hold(needed * driver_.traits().page_size);
 }
 
@@ -104,8 +112,8 @@ void PageStore::promise(std::ptrdiff_t pages) {
 }
 
 PageStore::Shortage PageStore::shortage(std::size_t pages) const {
-  if (options_.device_reserve == 0 || pages <= spare_.size()) return {};
-  const std::size_t fresh = (pages - spare_.size()) * driver_.traits().page_size;
+  if (options_.device_reserve == 0 || pages <= spare()) return {};
+  const std::size_t fresh = (pages - spare()) * driver_.traits().page_size;
   const std::size_t there = driver_.free_memory();
   if (there >= fresh && there - fresh >= options_.device_reserve) return {};
   return {fresh, there};
@@ -134,59 +142,54 @@ void PageStore::break_down(const std::exception_ptr& cause) noexcept {
 
 bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
   pages = std::min(pages, left());
-  if (driver_.traits().adjacent_handles || spare_.size() >= pages) return false;
+  if (driver_.traits().adjacent_handles || spare() >= pages) return false;
   if (!cover(pages)) return false;
-  const std::size_t missing = pages - spare_.size();
+  const std::size_t missing = pages - spare();
   std::vector<Page*> fresh;  // in no list without the lock
   std::size_t made = 0;
   std::exception_ptr error;
   under_way_ += missing;
   try {
     fresh.reserve(missing);
-    while (fresh.size() < missing) fresh.push_back(placement_->blank());
+    while (fresh.size() < missing) fresh.push_back(placement_.blank());
     const Unlocked unlocked(lock);
     for (; made < missing; ++made) fresh[made]->handle = driver_.create(1);
   } catch (...) {
     error = std::current_exception();
   }
   under_way_ -= missing;
-  for (; fresh.size() > made; fresh.pop_back()) placement_->emptied(fresh.back());
-  for (Page* page : fresh) keep(page);
-  just_made_ += made;
+  for (std::size_t i = 0; i < fresh.size(); ++i) {
+    fresh[i]->resident = i < made;
+    placement_.put_back(fresh[i]);
+  }
+  look_for_excess();
   if (error) std::rethrow_exception(error);
   return true;
 }
 
-void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) {
+void PageStore::take(RowHome& home, const Page* previous, std::size_t n, bool stitched,
+                     std::vector<Page*>& out) {
   raise_if_broken();
   const std::size_t begin = out.size();
-  std::size_t empty_pages = 0;
   try {
     // If handles are made one by one, picking makes those that are not spare.
-    if (!driver_.traits().adjacent_handles && n > spare_.size()) require_cover(n, 0);
-    if (home.stitched) {
-      home.fresh = sub_sat(budget(), used_ + private_copies_ + spare_.size());
-    }
+    if (!driver_.traits().adjacent_handles && n > spare()) require_cover(n, 0);
+    const std::size_t fresh = sub_sat(budget(), used_ + private_copies_ + spare());
     out.reserve(begin + n);
-    placement_->pick(home, previous, n, out);
-    for (std::size_t i = begin; i < out.size(); ++i) empty_pages += !out[i]->resident;
-    make_room(out.size() - begin, empty_pages);
+    placement_.pick(home, previous, n, stitched ? fresh : SIZE_MAX, out);
+    std::size_t empty = 0;
+    for (std::size_t i = begin; i < out.size(); ++i) empty += !out[i]->resident;
+    make_room(n, empty);
   } catch (...) {
-    for (std::size_t i = begin; i < out.size(); ++i) {
-      out[i]->references = 0;
-      if (out[i]->resident) spare_.push(out[i]);
-      placement_->put_back(out[i]);
-    }
+    for (std::size_t i = begin; i < out.size(); ++i) placement_.put_back(out[i]);
     out.resize(begin);
     throw;
   }
-  if (empty_pages != 0) {
-    for (std::size_t i = begin; i < out.size(); ++i) out[i]->resident = true;
+  for (Page* const page : std::span(out).subspan(begin)) {
+    ++(page->fresh || !page->resident ? pages_fresh : pages_recycled);
+    page->fresh = false;
+    page->resident = true;
   }
-  const std::size_t made = std::min(n - empty_pages, just_made_);
-  just_made_ -= made;
-  pages_fresh += empty_pages + made;
-  pages_recycled += n - empty_pages - made;
   used_ += n;
 }
 
@@ -194,11 +197,11 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
 // yet.
 void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
-  while (used_ + private_copies_ + taken + spare_.size() > budget() && spare_.oldest())
-    empty_oldest();
+  const std::size_t most = sub_sat(budget(), used_ + private_copies_ + taken);
+  if (spare() > most) empty_oldest(nullptr, spare() - most);
   // Kept memory is covered too, and must go if other pools have taken all else.
-  while (spare_.oldest() && !cover(taken, spare_.size())) empty_oldest();
-  require_cover(taken, spare_.size());
+  while (spare() != 0 && !cover(taken, spare())) empty_oldest(nullptr, 1);
+  require_cover(taken, spare());
 }
 
 void PageStore::require_cover(std::size_t taken, std::size_t spare) {
@@ -207,49 +210,36 @@ void PageStore::require_cover(std::size_t taken, std::size_t spare) {
                    " bytes, other pools of this shared budget took them meanwhile: try again");
 }
 
-void PageStore::release(PoolLock& lock, std::size_t n) {
+void PageStore::empty_oldest(PoolLock* lock, std::size_t n) {
   raise_if_broken();
-  n = std::min(n, releasable());
-  if (driver_.traits().adjacent_handles) {
-    for (; n != 0; --n) empty_oldest();
-    return;
-  }
-  std::vector<Page*> leaving;  // in no list without the lock
+  std::vector<Page*> leaving;  // in use meanwhile, so that nothing else gets them
   leaving.reserve(n);
   for (; n != 0; --n) {
-    leaving.push_back(spare_.oldest());
-    spare_.remove(leaving.back());
+    leaving.push_back(placement_.spare().oldest());
+    placement_.take_spare(leaving.back());
   }
-  const std::size_t begun = leaving.size();
+  std::sort(leaving.begin(), leaving.end(),
+            [](const Page* a, const Page* b) { return a->handle < b->handle; });
   std::size_t gone = 0;
   std::exception_ptr error;
-  under_way_ += begun;
+  under_way_ += leaving.size();
   try {
-    const Unlocked unlocked(lock);
-    for (; gone < leaving.size(); ++gone) driver_.destroy(leaving[gone]->handle, 1);
+    std::optional<Unlocked> unlocked;
+    if (lock != nullptr) unlocked.emplace(*lock);
+    while (gone < leaving.size()) {
+      const std::size_t some = adjacent(driver_, std::span(leaving).subspan(gone));
+      driver_.destroy(leaving[gone]->handle, some);
+      gone += some;
+    }
   } catch (...) {
     error = std::current_exception();
   }
-  under_way_ -= begun;
-  for (; leaving.size() > gone; leaving.pop_back()) spare_.push_oldest(leaving.back());
-  for (Page* page : leaving) placement_->emptied(page);
-  if (error) std::rethrow_exception(error);
-}
-
-// Gives back the memory of spare pages with adjacent handles.
-void PageStore::empty(std::span<Page* const> pages) {
-  driver_.destroy(pages.front()->handle, pages.size());
-  for (Page* page : pages) {
-    spare_.remove(page);
-    page->resident = false;
-    page->dirty = false;
-    placement_->emptied(page);
+  under_way_ -= leaving.size();
+  for (std::size_t i = 0; i < leaving.size(); ++i) {
+    if (i < gone) leaving[i]->resident = leaving[i]->dirty = false;
+    placement_.put_back(leaving[i]);
   }
-}
-
-void PageStore::empty_oldest() {
-  Page* const oldest = spare_.oldest();
-  empty({&oldest, 1});
+  if (error) std::rethrow_exception(error);
 }
 
 std::size_t PageStore::sleep(PoolLock& lock, std::span<Page* const> pages) noexcept {
@@ -288,15 +278,13 @@ void PageStore::wake(std::span<Page* const> pages) {
     used_ += empty.size();
   } else {
     std::vector<Page*> fresh;
-    fresh.reserve(empty.size());
-    RowHome home = open_home(empty.size());
-    take(home, nullptr, empty.size(), fresh);
-    close_home(home);
+    RowHome none;
+    take(none, nullptr, empty.size(), false, fresh);
     for (std::size_t i = 0; i < empty.size(); ++i) {
       empty[i]->handle = fresh[i]->handle;
       empty[i]->stale = fresh[i]->dirty;
-      fresh[i]->references = 0;
-      placement_->emptied(fresh[i]);
+      fresh[i]->resident = false;
+      placement_.put_back(fresh[i]);
     }
   }
   for (Page* page : empty) page->resident = true;
@@ -310,26 +298,10 @@ void PageStore::woken(std::span<Page* const> pages) {
 
 void PageStore::drop(Page* page) noexcept {
   if (--page->references != 0) return;
-  if (page->asleep) {
-    page->asleep = false;
-    --asleep_;
-    if (!page->resident) {
-      --without_memory_;
-      page->dirty = false;
-      placement_->put_back(page);
-      if (!driver_.traits().adjacent_handles) placement_->emptied(page);
-      return;
-    }
-  }
-  --used_;
-  page->dirty = true;
-  keep(page);
-  placement_->put_back(page);
-}
-
-// Keeps the memory of a page that is free from now on.
-void PageStore::keep(Page* page) noexcept {
-  spare_.push(page);
+  asleep_ -= std::exchange(page->asleep, false);
+  --(page->resident ? used_ : without_memory_);
+  page->dirty = page->resident;
+  placement_.put_back(page);
   look_for_excess();
 }
 
@@ -342,19 +314,6 @@ steady_clock::time_point PageStore::release_excess(PoolLock& lock) {
   }
   excess_due_ = has_excess();
   return excess_due_ ? steady_clock::now() : steady_clock::time_point::max();
-}
-
-std::size_t PageStore::release_adjacent() {
-  raise_if_broken();
-  std::vector<Page*> pages;
-  for (Page* page = spare_.oldest(); page; page = page->newer) pages.push_back(page);
-  std::sort(pages.begin(), pages.end(),
-            [](const Page* a, const Page* b) { return a->handle < b->handle; });
-  for (std::size_t i = 0, n = 0; i < pages.size(); i += n) {
-    n = adjacent(driver_, std::span(pages).subspan(i));
-    empty(std::span(pages).subspan(i, n));
-  }
-  return pages.size();
 }
 
 void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses) const {
@@ -382,13 +341,13 @@ void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses) cons
   if (uses.size() > known || known - uses.size() > in_page_sets_) {
     throw Error("I5: ", used_, " pages are counted used, page tables hold ", uses.size());
   }
-  for (const Page* page = spare_.oldest(); page; page = page->newer) {
+  for (const Page* page = placement_.spare().oldest(); page; page = page->newer) {
     if (page->references != 0 || !page->resident || uses.contains(page))
       throw Error("I5: spare page ", page->handle, " is in use");
   }
-  const std::string made = text("I5: ", used_, " used and ", spare_.size(), " spare pages");
-  if (used_ + spare_.size() > budget()) throw Error(made, " pass the budget of ", budget());
-  if (ledger_ != nullptr && used_ + private_copies_ + spare_.size() > charged())
+  const std::string made = text("I5: ", used_, " used and ", spare(), " spare pages");
+  if (used_ + spare() > budget()) throw Error(made, " pass the budget of ", budget());
+  if (ledger_ != nullptr && used_ + private_copies_ + spare() > charged())
     throw Error(made, " pass the ", charged(), " charged to the shared budget");
 }
 

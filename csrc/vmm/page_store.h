@@ -36,6 +36,7 @@ class PageStore {
   // pool's own.
   PageStore(Driver& driver, const PoolOptions& options, Ledger* ledger,
             std::function<void()> when_due);
+  ~PageStore();
   PageStore(const PageStore&) = delete;
   PageStore& operator=(const PageStore&) = delete;
 
@@ -86,11 +87,14 @@ class PageStore {
 
   // -- handles in use
 
-  RowHome open_home(std::size_t pages) VT_LOCKED { return placement_->open_home(pages); }
-  void close_home(RowHome& home) VT_LOCKED { placement_->close_home(home); }
-  // Adds `n` free pages to `out`, to be mapped after `previous`, each with one reference. Requires:
-  // the budget has them, and they are covered. Throws as the driver; nothing is taken then.
-  void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) VT_LOCKED;
+  RowHome open_home(std::size_t pages) VT_LOCKED { return placement_.open_home(pages); }
+  void close_home(RowHome& home) noexcept VT_LOCKED { placement_.close_home(home); }
+  // Adds `n` free pages to `out`, to be mapped after `previous`, each with one reference.
+  // `stitched`: takes kept memory of any row before kept memory has to be given back to make other.
+  // Such a page costs a kernel mapping, which takes less time than making memory. Requires: the
+  // budget has them, and they are covered. Throws as the driver; nothing is taken then.
+  void take(RowHome& home, const Page* previous, std::size_t n, bool stitched,
+            std::vector<Page*>& out) VT_LOCKED;
   void share(Page* page) VT_LOCKED { ++page->references; }
   void drop(Page* page) noexcept VT_LOCKED;
   // References of page sets were added, or dropped (negative).
@@ -134,17 +138,17 @@ class PageStore {
 
   // -- the memory of free pages
 
-  const SparePages& spare() const VT_LOCKED { return spare_; }
+  std::size_t spare() const VT_LOCKED { return placement_.spare().size(); }
   // Spare pages that are not promised: their memory may be given back.
-  std::size_t releasable() const VT_LOCKED { return sub_sat(spare_.size(), promised_); }
+  std::size_t releasable() const VT_LOCKED { return sub_sat(spare(), promised_); }
   // Makes the memory of `pages` free pages, without the lock, if the driver takes long for that.
   // True if it released the lock.
   bool make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED;
-  // Gives back the memory of the `n` oldest releasable pages, or of all of them; without the lock
-  // if each page has a handle of its own.
-  void release(PoolLock& lock, std::size_t n) VT_LOCKED;
-  // Gives back the memory of all spare pages, neighbours in one call; returns how many pages.
-  std::size_t release_adjacent() VT_LOCKED;
+  // Gives back the memory of the `n` oldest releasable pages, or of all of them, neighbours in one
+  // call, and lets the lock go meanwhile.
+  void release(PoolLock& lock, std::size_t n) VT_LOCKED {
+    empty_oldest(&lock, std::min(n, releasable()));
+  }
   // Gives back one spare page beyond the pool's limit. Returns when to call again.
   std::chrono::steady_clock::time_point release_excess(PoolLock& lock) VT_LOCKED;
   // Whether release_excess is due: not right after the driver refused to take such a page.
@@ -164,7 +168,6 @@ class PageStore {
   std::size_t to_charge(std::size_t taken, std::size_t spare) const VT_LOCKED;
   // Throws OutOfPages if `cover` returns false.
   void require_cover(std::size_t taken, std::size_t spare) VT_LOCKED;
-  void keep(Page* page) noexcept VT_LOCKED;
   bool has_excess() const VT_LOCKED { return releasable() > most_spare_; }
   void look_for_excess() VT_LOCKED {
     if (!has_excess()) return;
@@ -172,8 +175,9 @@ class PageStore {
     when_due_();
   }
   void make_room(std::size_t taken, std::size_t fresh) VT_LOCKED;
-  void empty(std::span<Page* const> pages) VT_LOCKED;
-  void empty_oldest() VT_LOCKED;
+  // Gives back the memory of the `n` oldest spare pages. Lets the lock go meanwhile, unless it is
+  // null.
+  void empty_oldest(PoolLock* lock, std::size_t n) VT_LOCKED;
 
   Driver& driver_;
   const PoolOptions options_;
@@ -182,16 +186,13 @@ class PageStore {
   std::atomic<std::size_t> budget_;
   const std::size_t most_spare_;
   bool excess_due_ VT_GUARDED = false;
-  SparePages spare_ VT_GUARDED;
-  const std::unique_ptr<Placement> placement_;
+  Placement placement_ VT_GUARDED;
   std::exception_ptr broken_;  // set once, before the flag
   std::atomic<bool> is_broken_{false};
   std::size_t used_ VT_GUARDED = 0;
   // Pages promised to operations that release the lock before they take them.
   std::size_t promised_ VT_GUARDED = 0;
   std::size_t under_way_ VT_GUARDED = 0;
-  // Spare pages that make_ready made for a growth under way.
-  std::size_t just_made_ VT_GUARDED = 0;
   std::size_t private_copies_ VT_GUARDED = 0;  // as last counted
   std::size_t in_page_sets_ VT_GUARDED = 0;
   std::size_t asleep_ VT_GUARDED = 0, without_memory_ VT_GUARDED = 0;

@@ -1,24 +1,35 @@
 #include "vmm/placement.h"
 
 #include <algorithm>
-#include <map>
+#include <iterator>
 #include <utility>
 
 #include "base/errors.h"
 #include "base/make_node.h"
-#include "base/sparse_array.h"
 
 namespace vtensor {
 
+namespace {
+
+bool is_idle(const HandleRun& run) { return !run.open && run.used == 0; }
+
+std::tuple<std::size_t, std::size_t, Handle> idle_key(const HandleRun& run) {
+  return {run.spare, run.length, run.first};
+}
+
+}  // namespace
+
+// -- pages
+
 Page* Placement::new_record(Handle handle) {
   Page* page;
-  if (!spare_.empty()) {
-    page = spare_.back();
-    spare_.pop_back();
+  if (!unused_records_.empty()) {
+    page = unused_records_.back();
+    unused_records_.pop_back();
     *page = Page{};
   } else {
     if (records_used_ == kRecordsAtOnce) {
-      spare_.reserve((records_.size() + 1) * kRecordsAtOnce);
+      unused_records_.reserve((records_.size() + 1) * kRecordsAtOnce);
       records_.push_back(std::make_unique<Page[]>(kRecordsAtOnce));
       records_used_ = 0;
     }
@@ -28,294 +39,236 @@ Page* Placement::new_record(Handle handle) {
   return page;
 }
 
-namespace {
+Page* Placement::blank() {
+  Page* const page = new_record(0);
+  page->references = 1;
+  page->dirty = !driver_.traits().created_zero;
+  page->resident = page->fresh = true;
+  return page;
+}
 
-class AdjacentPlacement final : public Placement {
- public:
-  AdjacentPlacement(Driver& driver, SparePages& spare) : driver_(driver), spare_(spare) {}
-
-  RowHome open_home(std::size_t pages) override {
-    RowHome home{pages, {}};
-    home.runs.reserve(2);
-    if (HandleRun* run = open_idle(pages, 1)) home.runs.push_back(run);
-    try {
-      if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(open_run(pages));
-    } catch (...) {
-      close_home(home);
-      throw;
-    }
-    return home;
-  }
-
-  void close_home(RowHome& home) override {
-    for (HandleRun* run : home.runs) close(*run);
-    home.runs.clear();
-  }
-
-  void pick(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) override {
-    std::size_t at = 0;
-    while (n != 0) {
-      if (at == home.runs.size()) home.runs.push_back(open_run(home.pages));
-      const bool elsewhere =
-          home.stitched && home.fresh == 0 && spare_.size() != 0 && home.runs[at]->spare == 0;
-      Page* page = elsewhere ? pick_spare(previous) : pick_from(*home.runs[at], previous);
-      if (!page) {
-        ++at;
-        continue;
-      }
-      if (!page->resident && home.fresh != 0) --home.fresh;
-      page->references = 1;
-      out.push_back(page);
-      previous = page;
-      --n;
-    }
-  }
-
-  Page* blank() override { return nullptr; }
-
-  void put_back(Page* page) override {
-    HandleRun& run = run_of(page);
-    std::size_t& from = page->resident ? run.spare_from : run.empty_from;
-    from = std::min(from, index_in(run, page));
-    run.spare += page->resident;
-    --run.used;
-    if (is_idle(run)) begin_idle(run);
-  }
-
-  void emptied(Page* page) override {
-    HandleRun& run = run_of(page);
-    if (is_idle(run)) leave(by_spare_, run.spare, run, run.by_spare);
-    --run.spare;
-    run.empty_from = std::min(run.empty_from, index_in(run, page));
-    if (is_idle(run) && run.spare != 0) enter(by_spare_, run.spare, run, run.by_spare);
-  }
-
- private:
-  using Runs = std::map<Handle, HandleRun>;
-
-  static bool is_idle(const HandleRun& run) { return !run.open && run.used == 0; }
-  static std::size_t index_in(const HandleRun& run, const Page* page) {
-    return page->handle - run.first;
-  }
-  HandleRun& run_of(const Page* page) { return std::prev(runs_.upper_bound(page->handle))->second; }
-
-  // Prefers memory that is there to memory that must be made; then the neighbour of `previous`, so
-  // that the kernel merges the two. Null if no page of the run is free.
-  Page* pick_from(HandleRun& run, const Page* previous) {
-    if (run.used == run.length) return nullptr;
-    const Handle after = previous != nullptr ? previous->handle + 1 : run.first + run.length;
-    Page* page = after - run.first < run.length ? pages_[after] : nullptr;
-    if (run.spare != 0) {
-      if (page == nullptr || page->references != 0 || !page->resident)
-        page = pages_[run.first + first_free(run, true)];
-      return take_spare(run, page);
-    }
-    Handle handle = after;
-    if (after - run.first >= run.length || (page != nullptr && page->references != 0)) {
-      handle = run.first + first_free(run, false);
-      page = pages_[handle];
-    }
-    if (page == nullptr) page = make_record(handle);
-    ++run.used;
-    return page;
-  }
-
-  Page* make_record(Handle handle) {
-    pages_.reserve(handle, handle + 1);
-    return pages_.reserved(handle) = new_record(handle);
-  }
-
-  // Of any run; the neighbour of `previous` if it is among them. Requires: there are some.
-  Page* pick_spare(const Page* previous) {
-    Page* page = previous != nullptr ? pages_[previous->handle + 1] : nullptr;
-    if (page == nullptr || page->references != 0 || !page->resident) page = spare_.oldest();
-    HandleRun& run = run_of(page);
-    if (is_idle(run)) end_idle(run);
-    return take_spare(run, page);
-  }
-
-  Page* take_spare(HandleRun& run, Page* page) {
-    --run.spare;
-    ++run.used;
-    spare_.remove(page);
-    return page;
-  }
-
-  // A page without a record was never used.
-  bool is_free(const HandleRun& run, std::size_t index, bool resident) const {
-    const Page* const page = pages_[run.first + index];
-    if (page == nullptr) return !resident;
-    return page->references == 0 && page->resident == resident;
-  }
-  // Throws Error if there is none, which the run's counts deny.
-  std::size_t first_free(HandleRun& run, bool resident) const {
-    std::size_t& from = resident ? run.spare_from : run.empty_from;
-    while (from < run.length && !is_free(run, from, resident)) ++from;
-    if (from == run.length)
-      throw Error("I5: the free pages from ", run.first, " on are miscounted");
-    return from;
-  }
-
-  void close(HandleRun& run) {
-    run.open = false;
-    if (is_idle(run)) begin_idle(run);
-  }
-  // An idle run joins the idle runs beside it.
-  void begin_idle(HandleRun& run) {
-    const auto next = runs_.find(run.first + run.length);
-    if (next != runs_.end() && is_idle(next->second)) {
-      end_idle(next->second);
-      join(run, next);
-    }
-    const auto at = runs_.find(run.first);
-    const auto before = at != runs_.begin() ? std::prev(at) : runs_.end();
-    const bool joins = before != runs_.end() && is_idle(before->second) &&
-                       before->first + before->second.length == run.first;
-    if (joins) {
-      end_idle(before->second);
-      join(before->second, at);
-    }
-    HandleRun& idle = joins ? before->second : run;
-    enter(by_length_, idle.length, idle, idle.by_length);
-    if (idle.spare != 0) enter(by_spare_, idle.spare, idle, idle.by_spare);
-  }
-  void end_idle(HandleRun& run) noexcept {
-    leave(by_length_, run.length, run, run.by_length);
-    if (run.spare != 0) leave(by_spare_, run.spare, run, run.by_spare);
-  }
-  using Node = RunsBySize::node_type;
-  static void enter(RunsBySize& all, std::size_t size, const HandleRun& run, Node& node) noexcept {
-    node.value() = {size, run.first};
-    all.insert(std::move(node));
-  }
-  static void leave(RunsBySize& all, std::size_t size, const HandleRun& run, Node& node) noexcept {
-    node = all.extract({size, run.first});
-  }
-  HandleRun& add_run(Handle first, std::size_t length) {
-    HandleRun run{.first = first, .length = length, .open = true};
-    run.by_length = make_node<RunsBySize>();
-    run.by_spare = make_node<RunsBySize>();
-    return runs_.emplace(first, std::move(run)).first->second;
-  }
-
-  void join(HandleRun& run, Runs::iterator next) {
-    const HandleRun& other = next->second;
-    if (run.spare == 0) run.spare_from = run.length + other.spare_from;
-    if (run.spare == run.length) run.empty_from = run.length + other.empty_from;
-    run.spare += other.spare;
-    run.length += other.length;
-    runs_.erase(next);
-  }
-
-  // The pages of an open run from `index` on, as a run of their own. Requires: none is in use.
-  HandleRun& split(HandleRun& run, std::size_t index) {
-    HandleRun& rest = add_run(run.first + index, run.length - index);
-    rest.spare = run.spare;
-    for (Handle at = pages_.next(run.first); at < rest.first; at = pages_.next(at + 1))
-      rest.spare -= pages_[at] != nullptr && pages_[at]->resident;
-    run.length = index;
-    run.spare -= rest.spare;
-    return rest;
-  }
-
-  // An idle run of `least` pages or more with the most kept memory, if a few looks find it; or else
-  // the shortest that has `pages`. Null if there is neither.
-  HandleRun* best_idle(std::size_t pages, std::size_t least) {
-    std::size_t looks = kMostLooks;
-    for (auto most = by_spare_.rbegin(); most != by_spare_.rend() && looks != 0; ++most, --looks) {
-      HandleRun& run = runs_.at(most->second);
-      if (run.length >= least) return &run;
-    }
-    const auto found = by_length_.lower_bound({pages, 0});
-    return found != by_length_.end() ? &runs_.at(found->second) : nullptr;
-  }
-
-  // The best idle run, of which up to `pages` pages are opened, from the first spare one on if
-  // there is one. Null if there is none.
-  HandleRun* open_idle(std::size_t pages, std::size_t least) {
-    HandleRun* run = best_idle(pages, least);
-    if (run == nullptr) return nullptr;
-    end_idle(*run);
-    run->open = true;
-    try {
-      if (run->length > pages && run->spare != 0) {
-        const std::size_t before = std::min(first_free(*run, true), run->length - pages);
-        if (before != 0) {
-          HandleRun& rest = split(*run, before);
-          close(*std::exchange(run, &rest));
-        }
-      }
-      if (run->length > pages) close(split(*run, pages));
-    } catch (...) {
-      close(*run);
-      throw;
-    }
-    return run;
-  }
-
-  // A run of `pages` pages. Makes new handles only if those that exist are in use.
-  HandleRun* open_run(std::size_t pages) {
-    if (HandleRun* idle = open_idle(pages, pages)) return idle;
-    const Handle first = driver_.create(pages);
-    return &add_run(first, pages);
-  }
-
-  static constexpr std::size_t kMostLooks = 32;
-
-  Driver& driver_;
-  SparePages& spare_;
-  SparseArray<Page*, 32> pages_;  // by handle
-  Runs runs_;                     // by their first handles
-  // Idle runs by length, and those with spare pages by their number; each with its first handle.
-  RunsBySize by_length_, by_spare_;
-};
-
-class UnorderedPlacement final : public Placement {
- public:
-  UnorderedPlacement(Driver& driver, SparePages& spare) : driver_(driver), spare_(spare) {}
-
-  RowHome open_home(std::size_t pages) override { return RowHome{pages, {}}; }
-  void close_home(RowHome&) override {}
-
-  void pick(RowHome&, const Page*, std::size_t n, std::vector<Page*>& out) override {
+void Placement::pick(RowHome& home, const Page* previous, std::size_t n, std::size_t fresh,
+                     std::vector<Page*>& out) {
+  if (!driver_.traits().adjacent_handles) {
     for (; n != 0; --n) {
-      Page* page = spare_.newest();
-      if (page) {
-        spare_.remove(page);
+      if (spare_.newest() != nullptr) {
+        out.push_back(spare_.newest());
+        take_spare(out.back());
       } else {
-        page = blank();
-        try {
-          page->handle = driver_.create(1);
-        } catch (...) {
-          recycle_record(page);
-          throw;
-        }
+        out.push_back(blank());
+        out.back()->resident = false;  // unless the driver refuses
+        out.back()->handle = driver_.create(1);
+        out.back()->resident = true;
       }
-      page->references = 1;
-      out.push_back(page);
     }
+    return;
   }
-
-  Page* blank() override {
-    Page* page = new_record(0);
-    page->dirty = !driver_.traits().created_zero;
-    page->resident = true;
-    return page;
+  for (std::size_t at = 0; n != 0;) {
+    if (at == home.runs.size()) home.runs.push_back(open_run(home.pages));
+    HandleRun& run = *home.runs[at];
+    Page* page;
+    if (fresh == 0 && run.spare == 0 && spare_.size() != 0) {
+      page = previous != nullptr ? pages_[previous->handle + 1] : nullptr;
+      if (page == nullptr || page->references != 0 || !page->resident) page = spare_.oldest();
+      take_spare(page);
+    } else if (run.used != run.length) {
+      page = pick_from(run, previous);
+    } else {
+      ++at;
+      continue;
+    }
+    if (!page->resident && fresh != 0) --fresh;
+    out.push_back(page);
+    previous = page;
+    --n;
   }
+}
 
-  void put_back(Page*) override {}
-  void emptied(Page* page) override { recycle_record(page); }
+// Prefers memory that is there to memory that must be made; then the neighbour of `previous`, so
+// that the kernel merges the two. Requires: a page of the run is free.
+Page* Placement::pick_from(HandleRun& run, const Page* previous) {
+  const bool resident = run.spare != 0;
+  const std::size_t after = previous != nullptr ? previous->handle + 1 - run.first : run.length;
+  const bool continues = after < run.length && is_free(run, after, resident);
+  const Handle handle = run.first + (continues ? after : first_free(run, resident));
+  if (pages_[handle] == nullptr) {
+    pages_.reserve(handle, handle + 1);
+    pages_.reserved(handle) = new_record(handle);
+  }
+  Page* const page = pages_[handle];
+  begin_use(run, page);
+  return page;
+}
 
- private:
-  Driver& driver_;
-  SparePages& spare_;
-};
+void Placement::begin_use(HandleRun& run, Page* page) noexcept {
+  page->references = 1;
+  ++run.used;
+  if (!page->resident) return;
+  --run.spare;
+  spare_.remove(page);
+}
 
-}  // namespace
+void Placement::take_spare(Page* page) noexcept {
+  if (!driver_.traits().adjacent_handles) {
+    page->references = 1;
+    return spare_.remove(page);
+  }
+  HandleRun& run = run_of(page);
+  if (is_idle(run)) end_idle(run);
+  begin_use(run, page);
+}
 
-std::unique_ptr<Placement> make_placement(Driver& driver, SparePages& spare) {
-  if (driver.traits().adjacent_handles) return std::make_unique<AdjacentPlacement>(driver, spare);
-  return std::make_unique<UnorderedPlacement>(driver, spare);
+void Placement::put_back(Page* page) noexcept {
+  page->references = 0;
+  if (page->resident) spare_.push(page);
+  if (!driver_.traits().adjacent_handles) {
+    if (!page->resident) unused_records_.push_back(page);
+    return;
+  }
+  HandleRun& run = run_of(page);
+  std::size_t& from = page->resident ? run.spare_from : run.empty_from;
+  from = std::min<std::size_t>(from, page->handle - run.first);
+  run.spare += page->resident;
+  --run.used;
+  if (is_idle(run)) begin_idle(run);
+}
+
+// A page without a record was never used.
+bool Placement::is_free(const HandleRun& run, std::size_t index, bool resident) const {
+  const Page* const page = pages_[run.first + index];
+  if (page == nullptr) return !resident;
+  return page->references == 0 && page->resident == resident;
+}
+
+// Throws Error if there is none, which the run's counts deny.
+std::size_t Placement::first_free(HandleRun& run, bool resident) const {
+  std::size_t& from = resident ? run.spare_from : run.empty_from;
+  while (from < run.length && !is_free(run, from, resident)) ++from;
+  if (from == run.length) throw Error("I5: the free pages from ", run.first, " on are miscounted");
+  return from;
+}
+
+// -- runs
+
+HandleRun& Placement::run_of(const Page* page) {
+  return std::prev(runs_.upper_bound(page->handle))->second;
+}
+
+RowHome Placement::open_home(std::size_t pages) {
+  RowHome home{pages, {}};
+  if (!driver_.traits().adjacent_handles) return home;
+  home.runs.reserve(2);
+  if (HandleRun* run = open_idle(pages, 1)) home.runs.push_back(run);
+  try {
+    if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(open_run(pages));
+  } catch (...) {
+    close_home(home);
+    throw;
+  }
+  return home;
+}
+
+void Placement::close_home(RowHome& home) noexcept {
+  for (HandleRun* run : home.runs) close(*run);
+  home.runs.clear();
+}
+
+void Placement::close(HandleRun& run) noexcept {
+  run.open = false;
+  if (is_idle(run)) begin_idle(run);
+}
+
+// An idle run joins the idle runs beside it.
+void Placement::begin_idle(HandleRun& run) noexcept {
+  const auto joins = [](Runs::iterator one, Runs::iterator next) {
+    return is_idle(one->second) && is_idle(next->second) &&
+           one->first + one->second.length == next->first;
+  };
+  auto at = runs_.find(run.first);
+  if (const auto next = std::next(at); next != runs_.end() && joins(at, next)) join(at, next);
+  if (at != runs_.begin() && joins(std::prev(at), at)) {
+    --at;
+    join(at, std::next(at));
+  }
+  at->second.idle.value() = idle_key(at->second);
+  idle_.insert(std::move(at->second.idle));
+}
+
+void Placement::end_idle(HandleRun& run) noexcept {
+  if (run.idle.empty()) run.idle = idle_.extract(idle_key(run));
+}
+
+void Placement::join(Runs::iterator at, Runs::iterator next) noexcept {
+  HandleRun& run = at->second;
+  const HandleRun& other = next->second;
+  end_idle(run);
+  end_idle(next->second);
+  if (run.spare == 0) run.spare_from = run.length + other.spare_from;
+  if (run.spare == run.length) run.empty_from = run.length + other.empty_from;
+  run.spare += other.spare;
+  run.length += other.length;
+  runs_.erase(next);
+}
+
+HandleRun& Placement::add_run(Handle first, std::size_t length) {
+  HandleRun run{.first = first, .length = length, .open = true};
+  run.idle = make_node<IdleRuns>();
+  return runs_.emplace(first, std::move(run)).first->second;
+}
+
+// The pages of an open run from `index` on, as a run of their own. Requires: none is in use.
+HandleRun& Placement::split(HandleRun& run, std::size_t index) {
+  HandleRun& rest = add_run(run.first + index, run.length - index);
+  rest.spare = run.spare;
+  for (Handle at = pages_.next(run.first); at < rest.first; at = pages_.next(at + 1))
+    rest.spare -= pages_[at] != nullptr && pages_[at]->resident;
+  run.length = index;
+  run.spare -= rest.spare;
+  return rest;
+}
+
+// An idle run of `least` pages or more with the most kept memory, if a few looks find it; or else
+// the shortest without any that has `pages`. Null if there is neither.
+HandleRun* Placement::best_idle(std::size_t pages, std::size_t least) {
+  std::size_t looks = kMostLooks;
+  for (auto most = idle_.rbegin(); most != idle_.rend() && looks != 0; ++most, --looks) {
+    const auto [spare, length, first] = *most;
+    if (spare == 0) break;
+    if (length >= least) return &runs_.at(first);
+  }
+  const auto found = idle_.lower_bound({0, pages, 0});
+  const bool any = found != idle_.end() && std::get<0>(*found) == 0;
+  return any ? &runs_.at(std::get<2>(*found)) : nullptr;
+}
+
+// The best idle run, of which up to `pages` pages are opened, from the first spare one on if there
+// is one. Null if there is none.
+HandleRun* Placement::open_idle(std::size_t pages, std::size_t least) {
+  HandleRun* run = best_idle(pages, least);
+  if (run == nullptr) return nullptr;
+  end_idle(*run);
+  run->open = true;
+  try {
+    if (run->length > pages && run->spare != 0) {
+      const std::size_t before = std::min(first_free(*run, true), run->length - pages);
+      if (before != 0) {
+        HandleRun& rest = split(*run, before);
+        close(*std::exchange(run, &rest));
+      }
+    }
+    if (run->length > pages) close(split(*run, pages));
+  } catch (...) {
+    close(*run);
+    throw;
+  }
+  return run;
+}
+
+// A run of `pages` pages. Makes new handles only if few of those that exist are idle.
+HandleRun* Placement::open_run(std::size_t pages) {
+  if (HandleRun* idle = open_idle(pages, pages)) return idle;
+  const Handle first = driver_.create(pages);
+  return &add_run(first, pages);
 }
 
 }  // namespace vtensor

@@ -1,20 +1,23 @@
-// Which free page a row gets next. On the host, neighbouring handles at neighbouring pages merge
-// into one kernel mapping, so each row grows through a run of handles of its own. On CUDA handles
-// have no order.
+// Which pages are free, and which of them a row gets next. On the host, neighbouring handles at
+// neighbouring pages merge into one kernel mapping, so each row grows through a run of handles of
+// its own. On CUDA handles are made one by one and have no order.
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <memory>
 #include <set>
-#include <utility>
+#include <tuple>
 #include <vector>
 
+#include "base/sparse_array.h"
+#include "driver/driver.h"
 #include "vmm/page.h"
 
 namespace vtensor {
 
-// Runs by a number of their pages, and by their first handles.
-using RunsBySize = std::set<std::pair<std::size_t, Handle>>;
+// Idle runs by their spare pages, their lengths and their first handles.
+using IdleRuns = std::set<std::tuple<std::size_t, std::size_t, Handle>>;
 
 // Adjacent handles [first, first + length). Some row grows through it, or pages of it are in use,
 // or it is idle. A page is free while it has no reference, and spare if it is resident too.
@@ -26,54 +29,70 @@ struct HandleRun {
   std::size_t spare_from = 0;  // no spare page lies below this index
   std::size_t empty_from = 0;  // no other free page lies below this index
   bool open = false;           // a row grows through it
-  // Of the lists of idle runs, kept while it is in none: becoming idle allocates nothing.
-  RunsBySize::node_type by_length = {}, by_spare = {};
+  // Of the list of idle runs, kept while it is not in it: becoming idle allocates nothing.
+  IdleRuns::node_type idle = {};
 };
 
 // The runs that one row grows through: the second and later ones while other tensors still have
-// pages of the first.
+// pages of the first. None if handles are made one by one.
 struct RowHome {
   std::size_t pages = 0;
   std::vector<HandleRun*> runs;
-  // Takes kept memory of any run before kept memory has to be given back to make other. Such a page
-  // costs a kernel mapping, which takes less time than making memory.
-  bool stitched = false;
-  // Of a stitched one, how many pages may get new memory before that.
-  std::size_t fresh = 0;
 };
 
 class Placement {
  public:
-  virtual ~Placement() = default;
+  explicit Placement(Driver& driver) : driver_(driver) {}
+  Placement(const Placement&) = delete;
+  Placement& operator=(const Placement&) = delete;
 
-  virtual RowHome open_home(std::size_t pages) = 0;
-  virtual void close_home(RowHome& home) = 0;
+  RowHome open_home(std::size_t pages);
+  void close_home(RowHome& home) noexcept;
   // Adds to `out` `n` free pages, to be mapped after `previous` (null at a row's start), each with
-  // one reference and off the pool's list of spare pages. Those that are not resident have no
-  // memory yet. May call Driver::create; if that throws, `out` has what was added so far. Requires:
-  // `out` has room for them.
-  virtual void pick(RowHome& home, const Page* previous, std::size_t n,
-                    std::vector<Page*>& out) = 0;
-  // A page without a handle, for one that the driver makes in advance. `emptied` takes it back.
-  // Requires: handles are made one by one.
-  virtual Page* blank() = 0;
-  // The page has no reference any more; it is resident or empty.
-  virtual void put_back(Page* page) = 0;
-  // The memory of a free page was given back.
-  virtual void emptied(Page* page) = 0;
-
- protected:
-  Page* new_record(Handle handle);
-  void recycle_record(Page* page) noexcept { spare_.push_back(page); }
+  // one reference. Those that are not resident have no memory yet. When `fresh` of them have none,
+  // takes spare pages of any run. May call Driver::create; if that throws, `out` has what was added
+  // so far. Requires: `out` has room for them.
+  void pick(RowHome& home, const Page* previous, std::size_t n, std::size_t fresh,
+            std::vector<Page*>& out);
+  // A page for a handle that the driver makes by itself, with a reference.
+  Page* blank();
+  // Free pages whose memory is kept.
+  const SparePages& spare() const { return spare_; }
+  // Gives a spare page a reference.
+  void take_spare(Page* page) noexcept;
+  // The page has no reference any more. It is spare if it is resident.
+  void put_back(Page* page) noexcept;
 
  private:
+  using Runs = std::map<Handle, HandleRun>;
+
+  Page* new_record(Handle handle);
+  HandleRun& run_of(const Page* page);
+  Page* pick_from(HandleRun& run, const Page* previous);
+  void begin_use(HandleRun& run, Page* page) noexcept;
+  std::size_t first_free(HandleRun& run, bool resident) const;
+  bool is_free(const HandleRun& run, std::size_t index, bool resident) const;
+  void close(HandleRun& run) noexcept;
+  void begin_idle(HandleRun& run) noexcept;
+  void end_idle(HandleRun& run) noexcept;
+  HandleRun& add_run(Handle first, std::size_t length);
+  void join(Runs::iterator at, Runs::iterator next) noexcept;
+  HandleRun& split(HandleRun& run, std::size_t index);
+  HandleRun* best_idle(std::size_t pages, std::size_t least);
+  HandleRun* open_idle(std::size_t pages, std::size_t least);
+  HandleRun* open_run(std::size_t pages);
+
+  static constexpr std::size_t kMostLooks = 32;
   static constexpr std::size_t kRecordsAtOnce = 256;
+
+  Driver& driver_;
+  SparePages spare_;
+  SparseArray<Page*, 32> pages_;  // by handle, of adjacent handles
+  Runs runs_;                     // by their first handles
+  IdleRuns idle_;
   std::vector<std::unique_ptr<Page[]>> records_;
   std::size_t records_used_ = kRecordsAtOnce;  // of the last array
-  std::vector<Page*> spare_;                   // with room for all records
+  std::vector<Page*> unused_records_;          // with room for all records
 };
-
-// `spare` is the pool's list of free pages whose memory is kept.
-std::unique_ptr<Placement> make_placement(Driver& driver, SparePages& spare);
 
 }  // namespace vtensor

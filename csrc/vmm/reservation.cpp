@@ -30,11 +30,8 @@ void Reservation::add_page_runs(std::vector<PageRun>& to, std::span<const Run> r
 void Reservation::take(std::size_t row, const Page* previous, std::size_t n,
                        std::vector<Page*>& out) {
   homes_.reserve(rows());
-  while (homes_.size() < rows()) {
-    homes_.push_back(pages_.open_home(row_pages_));
-    homes_.back().stitched = stitched_;
-  }
-  pages_.take(homes_[row], previous, n, out);
+  while (homes_.size() < rows()) homes_.push_back(pages_.open_home(row_pages_));
+  pages_.take(homes_[row], previous, n, stitched_, out);
 }
 
 Reservation::Arrival Reservation::shared(Interval indices, std::span<Page* const> pages) const {

@@ -85,7 +85,7 @@ class Reservation : public PageTable {
   }
   // Pages that `owner` had last are clean; pages of another owner are zeroed first (I7).
   void set_owner(std::uint64_t owner) VT_LOCKED { owner_ = owner; }
-  // Its rows take spare pages of any run of handles; see RowHome. Requires: no page is mapped yet.
+  // Its rows take spare pages of any run of handles; see PageStore::take.
   void stitch() VT_LOCKED { stitched_ = true; }
   bool clean(const Page& page) const VT_LOCKED { return !page.dirty || page.last_owner == owner_; }
 
