@@ -34,16 +34,14 @@ Blocks::Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes)
                           " blocks, is not in the arena, which has ", bytes,
                           ": give parts of at least one byte that end in it");
   }
-  states_.resize(count);
-  seen_.resize(count);
-  until_.resize(count);
+  blocks_.resize(count);
 }
 
 void Blocks::require(const char* operation, std::span<const std::size_t> numbers) const {
   for (const std::size_t number : numbers) {
-    if (number < states_.size()) continue;
+    if (number < blocks_.size()) continue;
     throw InvalidArgument("[", operation, "] there is no block ", number,
-                          ": blocks are numbered from 0 to ", states_.size() - 1);
+                          ": blocks are numbered from 0 to ", blocks_.size() - 1);
   }
 }
 
@@ -62,7 +60,8 @@ std::vector<Interval> Blocks::bytes_of(std::span<const std::size_t> numbers) con
 std::vector<std::uint64_t> Blocks::times_of(std::span<const std::size_t> numbers) const {
   std::vector<std::uint64_t> times;
   times.reserve(numbers.size() * parts_.size());
-  for (const std::size_t number : numbers) times.insert(times.end(), parts_.size(), seen_[number]);
+  for (const std::size_t number : numbers)
+    times.insert(times.end(), parts_.size(), blocks_[number].seen);
   return times;
 }
 
@@ -81,32 +80,29 @@ std::vector<char> Blocks::whole(Arena& arena, std::span<const std::size_t> numbe
 Blocks::Held Blocks::hold(Arena& arena, const Caller& caller,
                           std::span<const std::size_t> numbers) {
   require(caller.operation, numbers);
-  std::vector<std::size_t> named, free, leaving;  // a block may be named twice
+  std::vector<std::size_t> named, added;  // a block may be named twice
   std::unordered_set<std::size_t> seen;
   for (const std::size_t number : numbers) {
     if (!seen.insert(number).second) continue;
     named.push_back(number);
-    if (states_[number] == State::free) free.push_back(number);
-    if (states_[number] == State::leaving) leaving.push_back(number);
+    if (!blocks_[number].held) added.push_back(number);
   }
   Held held;
   held.kept.reserve(named.size());
   held.lost.reserve(named.size());
-  std::vector<char> stayed, came;
-  // A sleep may have ended without their contents.
-  if (!leaving.empty()) stayed = arena.holds(bytes_of(leaving), times_of(leaving));
-  if (!free.empty()) came = arena.map(caller, bytes_of(free), times_of(free));
+  std::vector<char> whole;
+  if (!added.empty()) whole = arena.map(caller, bytes_of(added), times_of(added));
   // From here on nothing is refused.
-  for (std::size_t i = 0, of_stayed = 0, of_came = 0; i < named.size(); ++i) {
-    State& state = states_[named[i]];
-    const bool kept =
-        state == State::held ||
-        (state == State::leaving ? is_whole(stayed, of_stayed++) : is_whole(came, of_came++));
-    (kept ? held.kept : held.lost).push_back(named[i]);
-    state = State::held;
-    seen_[named[i]] = kHeld;
+  std::size_t n = 0;
+  for (const std::size_t number : named) {
+    Block& block = blocks_[number];
+    const bool kept = block.held || is_whole(whole, n++);
+    (kept ? held.kept : held.lost).push_back(number);
+    if (block.held) continue;
+    block.held = true;
+    block.seen = kHeld;
+    if (block.uses++ == 0) ++mapped_;
   }
-  mapped_ += free.size();
   return held;
 }
 
@@ -116,24 +112,19 @@ void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::si
   std::vector<std::size_t> released;
   released.reserve(numbers.size());
   for (const std::size_t number : numbers) {
-    if (states_[number] != State::held) continue;
-    released.push_back(number);
-    states_[number] = State::leaving;
+    if (std::exchange(blocks_[number].held, false)) released.push_back(number);
   }
   try {
     if (begun_ == ended_) {
       unmap(arena, caller, released);
     } else {
-      for (const std::size_t number : released) leaving_.emplace_back(begun_, number);
+      leaving_.emplace_back(begun_, released);
     }
   } catch (...) {
-    for (const std::size_t number : released) states_[number] = State::held;
+    for (const std::size_t number : released) blocks_[number].held = true;
     throw;
   }
-  for (const std::size_t number : released) {
-    until_[number] = begun_;
-    seen_[number] = now;
-  }
+  for (const std::size_t number : released) blocks_[number].seen = now;
 }
 
 void Blocks::end_step(Arena& arena, const Caller& caller) {
@@ -142,28 +133,17 @@ void Blocks::end_step(Arena& arena, const Caller& caller) {
                           "] no step is under way: call begin_step() once for each");
   }
   std::vector<std::size_t> over;
-  over.reserve(leaving_.size());
   auto waiting = leaving_.begin();
-  for (; waiting != leaving_.end() && waiting->first <= ended_ + 1; ++waiting) {
-    const auto [step, number] = *waiting;
-    if (states_[number] != State::leaving || until_[number] != step) continue;  // held again
-    states_[number] = State::free;  // it may be listed twice
-    over.push_back(number);
-  }
-  try {
-    unmap(arena, caller, over);
-  } catch (...) {
-    for (const std::size_t number : over) states_[number] = State::leaving;
-    throw;
-  }
+  for (; waiting != leaving_.end() && waiting->first <= ended_ + 1; ++waiting)
+    over.insert(over.end(), waiting->second.begin(), waiting->second.end());
+  unmap(arena, caller, over);
   leaving_.erase(leaving_.begin(), waiting);
   ++ended_;
 }
 
 void Blocks::unmap(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
   if (!numbers.empty()) arena.unmap(caller, bytes_of(numbers));
-  for (const std::size_t number : numbers) states_[number] = State::free;
-  mapped_ -= numbers.size();
+  for (const std::size_t number : numbers) mapped_ -= --blocks_[number].uses == 0;
 }
 
 }  // namespace vtensor

@@ -53,21 +53,25 @@ class Blocks {
   void require(const char* operation, std::span<const std::size_t> numbers) const;
 
  private:
-  enum class State : std::uint8_t { free, held, leaving };
+  // A block has one use of its pages while it is held, and one for each release that waits for the
+  // end of a step.
+  struct Block {
+    bool held = false;
+    std::uint32_t uses = 0;
+    std::uint64_t seen = 0;  // the arena's time of its last release; kHeld while it is held
+  };
 
   // For each interval of bytes_of(numbers): when its block was last released.
   std::vector<std::uint64_t> times_of(std::span<const std::size_t> numbers) const;
   // Whether all parts of the n-th block are whole; `parts` has a flag for each [block][part].
   bool is_whole(std::span<const char> parts, std::size_t n) const;
+  // Ends one use of each.
   void unmap(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers);
 
   const std::vector<Part> parts_;
-  std::vector<State> states_;
-  // For each block: the arena's time of its last release; kHeld while it is held.
-  std::vector<std::uint64_t> seen_;
-  std::vector<std::uint64_t> until_;  // for each leaving block: the step whose end it waits for
-  // (step, block) of leaving blocks; also of blocks that were held again since.
-  std::deque<std::pair<std::uint64_t, std::size_t>> leaving_;
+  std::vector<Block> blocks_;
+  // What waits for the end of a step: its number, and the blocks that were released.
+  std::deque<std::pair<std::uint64_t, std::vector<std::size_t>>> leaving_;
   std::size_t mapped_ = 0;
   std::uint64_t begun_ = 0, ended_ = 0;  // numbers of steps
 };
