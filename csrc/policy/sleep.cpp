@@ -42,28 +42,27 @@ void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std:
                   {entry.page()->handle}});
 }
 
-// The runs with `access`, in the form that the driver takes.
-std::vector<PageRun> mapped(std::span<const SleepRun> runs, bool writable) {
-  std::vector<PageRun> chosen;
-  for (const SleepRun& run : runs) {
-    if (run.writable == writable)
-      chosen.push_back({run.client->range().address(run.pages), run.handles});
-  }
-  return chosen;
+// Puts the writable runs first.
+void sort(std::vector<SleepRun>& runs) {
+  std::stable_partition(runs.begin(), runs.end(), [](const SleepRun& run) { return run.writable; });
 }
 
-// Maps the runs that are mapped so; adds to `done` the pages that are mapped then.
-void map(Driver& driver, std::span<const SleepRun> runs, bool writable, std::size_t& done) {
-  const std::vector<PageRun> chosen = mapped(runs, writable);
-  if (chosen.empty()) return;
-  driver.map(chosen, writable ? Access::writable : Access::copy_on_write, done);
+// Maps sorted runs; adds to `done` the pages that are mapped then, from the first on.
+void map(Driver& driver, std::span<const SleepRun> runs, std::size_t& done) {
+  std::vector<PageRun> writable, shared;
+  for (const SleepRun& run : runs) {
+    (run.writable ? writable : shared)
+        .push_back({run.client->range().address(run.pages), run.handles});
+  }
+  if (!writable.empty()) driver.map(writable, Access::writable, done);
+  if (!shared.empty()) driver.map(shared, Access::copy_on_write, done);
 }
-// Unmaps the first `pages` pages of the runs that are mapped so.
-void unmap(Driver& driver, std::span<const SleepRun> runs, bool writable, std::size_t pages) {
-  for (const PageRun& run : mapped(runs, writable)) {
+// Unmaps the first `pages` pages of the runs.
+void unmap(Driver& driver, std::span<const SleepRun> runs, std::size_t pages) {
+  for (const SleepRun& run : runs) {
     const std::size_t n = std::min(pages, run.handles.size());
     if (n == 0) return;
-    driver.unmap(run.at, n);
+    driver.unmap(run.client->range().address(run.pages), n);
     pages -= n;
   }
 }
@@ -246,6 +245,7 @@ std::size_t FallAsleep::unmap_all() {
       pages.push_back(entry.page());
     });
   }
+  sort(runs);
   std::sort(pages.begin(), pages.end());
   pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
   explain(true);  // readers that come from now on find the memory asleep
@@ -276,7 +276,7 @@ void FallAsleep::unmap(PoolLock& lock, std::span<const SleepRun> runs) {
     } catch (...) {
       try {
         std::size_t back = 0;
-        for (const bool writable : {true, false}) map(driver, runs.first(gone), writable, back);
+        map(driver, runs.first(gone), back);
       } catch (...) {
         broken = std::current_exception();
       }
@@ -333,14 +333,14 @@ void WakeUp::collect() {
       if (entry.page()->stale) add_part(unclean_, part);
     });
   }
+  sort(runs_);
 }
 
 void WakeUp::map(PoolLock& lock) {
   Driver& driver = pool_->driver();
   try {
     const Unlocked unlocked(lock);
-    vtensor::map(driver, runs_, true, writable_mapped_);
-    vtensor::map(driver, runs_, false, shared_mapped_);
+    vtensor::map(driver, runs_, mapped_);
     zero();
   } catch (...) {
     undo(lock);
@@ -396,8 +396,7 @@ void WakeUp::undo(PoolLock& lock) noexcept {
     Driver& driver = pool_->driver();
     const Unlocked unlocked(lock);
     await_copies("copying to the device");
-    unmap(driver, runs_, true, writable_mapped_);
-    unmap(driver, runs_, false, shared_mapped_);
+    unmap(driver, runs_, mapped_);
   } catch (...) {
     return pool_->store().break_down(std::current_exception());
   }

@@ -121,12 +121,11 @@ class WakeUp {
   const std::shared_ptr<PagePool> pool_;
   const Caller caller_;
   Clients held_;
-  std::vector<Page*> pages_;  // each once
-  std::vector<SleepRun> runs_;
+  std::vector<Page*> pages_;    // each once
+  std::vector<SleepRun> runs_;  // the writable ones first
   std::vector<SleepPart> parts_;
   std::vector<SleepPart> unclean_;  // parts that may show old bytes
-  // Of the writable runs, and of the copy-on-write runs: pages mapped so far, from the first on.
-  std::size_t writable_mapped_ = 0, shared_mapped_ = 0;
+  std::size_t mapped_ = 0;          // pages of the runs mapped so far, from the first on
 };
 
 }  // namespace vtensor
