@@ -228,11 +228,7 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
     for (const Reservation::Run& run : runs) count += run.indices.size();
     if (MakeRoom(*pool_).ready(lock, caller.operation, count)) continue;
     for (const Reservation::Run& run : runs) range_.set_why(run.indices, Why::prefetched);
-    pool_->wanting().ignore();
-    if (count != 0) {
-      pool_->want(shared_from_this());
-      pool_->wanting().announce(*this, count);
-    }
+    if (count != 0) pool_->want_first(shared_from_this());
     pool_->wake_mapper();
     ++asked;
     {
@@ -332,7 +328,6 @@ void Arena::prepare(std::span<const Interval> intervals) {
     });
   }
   if (!wants()) return;
-  pool_->wanting().ignore();
   pool_->want(shared_from_this());
   pool_->wake_mapper();
 }
@@ -438,7 +433,7 @@ void Arena::forget(const Generation* generation) noexcept {
 void Arena::leave() noexcept {
   if (range_.shared()) range_.shared()->close();
   owned_ = false;
-  pool_->wanting().remove(*this);
+  pool_->want_no_more(*this);
   each_use([](std::size_t, Use& use) { use.blocks = 0; });
   for (const Generation* generation : generations_) {
     const Interval pages = pages_of(generation->bytes);

@@ -17,7 +17,7 @@
 #include "bind/operation.h"
 #include "bind/sharing.h"
 #include "bind/torch_bridge.h"
-#include "policy/page_record.h"
+#include "policy/client.h"
 #include "vmm/range_reader.h"
 
 namespace vtensor::bind {

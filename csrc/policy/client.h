@@ -19,7 +19,6 @@
 #include "policy/client_list.h"
 #include "policy/generation.h"
 #include "policy/page_pool.h"
-#include "policy/page_record.h"
 #include "vmm/caller.h"
 #include "vmm/pending_work.h"
 #include "vmm/pool_lock.h"
@@ -27,6 +26,17 @@
 #include "vmm/row_shape.h"
 
 namespace vtensor {
+
+// What a client says of one of its pages, for people.
+struct PageRecord {
+  std::size_t row;
+  std::size_t index;  // of the page in its row
+  Address address;
+  std::int64_t page_id;  // -1 if the kernel copied it and it has no handle of its own yet
+  std::uint32_t shared;  // references to the page
+  const char* state;     // "mapped", "shared", "prefetched", "cached", "private", "pinned",
+                         // "asleep"
+};
 
 class Client : public std::enable_shared_from_this<Client> {
  public:
@@ -42,7 +52,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // Nodes of the pool's lists that the client can be in.
   struct Hooks {
     ClientList::Hook unsettled, wanting, cached, cached_alike, unclean;
-    std::size_t announced = 0;  // pages that WantingClients keeps for it
+    bool first = false;  // wants pages before clients that only look ahead
   };
   Hooks hooks VT_GUARDED;
 

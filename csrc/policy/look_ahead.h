@@ -11,25 +11,6 @@
 
 namespace vtensor {
 
-// How long before they are needed pages are asked for: twice as long as the mapper took of late for
-// all that it was woken for. One for a pool, because its clients are served in turn.
-class Horizon {
- public:
-  // The mapper was woken, and `ns` later nothing was wanted any more.
-  void served(std::uint64_t ns) {
-    ns_ = std::clamp(std::max(2.0 * static_cast<double>(ns), 0.9 * ns_), kNearest, kFarthest);
-  }
-  double ns() const { return ns_; }
-
- private:
-  // Time for the mapper to run on a busy machine, and to make some megabytes.
-  static constexpr double kNearest = 40e6;
-  // If growth is as fast as the mapper, nothing is far enough.
-  static constexpr double kFarthest = 160e6;
-
-  double ns_ = kNearest;
-};
-
 class LookAhead {
  public:
   // A call added `n` positions. The first call (a prompt) says nothing of those to come.
@@ -50,20 +31,22 @@ class LookAhead {
   }
 
   // The mapper is woken if fewer positions beyond the length are ready. 0 until the second call.
-  std::size_t least(Horizon horizon) const {
-    return step_ == 0 ? 0 : std::max({step_, within(horizon), kLeast});
-  }
+  std::size_t least() const { return step_ == 0 ? 0 : std::max({step_, within_horizon(), kLeast}); }
   // How many the mapper then makes ready.
-  std::size_t lead(Horizon horizon) const {
-    return step_ == 0 ? 0 : std::max({step_, 2 * within(horizon), 2 * kLeast});
+  std::size_t lead() const {
+    return step_ == 0 ? 0 : std::max({step_, 2 * within_horizon(), 2 * kLeast});
   }
 
  private:
+  // How long before they are needed pages are asked for (ns): time for the mapper to run on a busy
+  // machine, and to make what other clients want. If growth is as fast as the mapper, nothing is
+  // far enough.
+  static constexpr double kHorizon = 160e6;
   static constexpr double kMost = 1e15;
   static constexpr std::size_t kLeast = 4;
 
-  std::size_t within(Horizon horizon) const {
-    return static_cast<std::size_t>(std::min(rate_ * horizon.ns(), kMost));
+  std::size_t within_horizon() const {
+    return static_cast<std::size_t>(std::min(rate_ * kHorizon, kMost));
   }
 
   std::size_t last_ = 0;

@@ -33,19 +33,16 @@ constexpr std::chrono::nanoseconds kSharedSleep = std::chrono::seconds(1);
 
 }  // namespace
 
-void Mapper::start(std::weak_ptr<PagePool> pool, std::function<WakeWord&()> shared_word) {
-  auto signal = std::make_shared<Signal>(std::move(shared_word));
+void Mapper::start(std::weak_ptr<PagePool> pool) {
   try {
     thread_ = start_thread("vtensor-mapper", ThreadRole::mapper,
-                           [pool = std::move(pool), signal] { run(pool, signal); });
+                           [pool = std::move(pool), signal = signal_] { run(pool, signal); });
   } catch (const std::system_error& error) {
     throw DriverError(
         "pthread_create", error.code().value(), "EAGAIN",
         "[mapper] the system has no thread for a pool's mapper (EAGAIN): raise the "
         "process's limits (ulimit -u, ulimit -v), or make the pool without look-ahead");
   }
-  signal_ = std::move(signal);
-  running_.store(true, std::memory_order_release);
 }
 
 void Mapper::Signal::wake() noexcept {
@@ -81,7 +78,6 @@ void Mapper::stop() noexcept {
     thread_->join();
   }
   thread_.reset();
-  running_.store(false, std::memory_order_release);
 }
 
 void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Signal>& signal) {
@@ -141,11 +137,9 @@ class Mapper::Step {
 
   bool claim_ahead(PoolLock& lock) VT_LOCKED {
     if (pool_.wanting().empty()) return false;
-    std::size_t pages = 0, beside = 0;  // `beside` what was announced
+    std::size_t pages = 0;
     try {
-      const std::size_t available = pool_.store().available();
-      const std::size_t most = std::min(most_, available);
-      beside = sub_sat(available, pool_.wanting().announced());
+      const std::size_t most = std::min(most_, pool_.store().available());
       make_ready(lock, most);
       pages = pool_.store().cover_available(most);  // callers may have taken some meanwhile
     } catch (const DriverError&) {
@@ -156,21 +150,17 @@ class Mapper::Step {
     ahead_.reserve(pool_.wanting().size());
     for (auto at = pool_.wanting().begin(); at != pool_.wanting().end();) {
       const std::shared_ptr<Client> client = *at++;
-      const std::size_t announced = client->hooks.announced;
-      const std::size_t most = announced != 0 ? pages : std::min(pages, beside);
-      if (client->busy() || (most == 0 && (!ahead_.empty() || is_leaving()))) {
+      if (client->busy() || (pages == 0 && (!ahead_.empty() || is_leaving()))) {
         waits_ |= client->busy() || ahead_.empty();
+        if (client->hooks.first) break;  // the pages are for it
         continue;
       }
       Ahead job{client, {}};
-      if (!client->claim_ahead(job.arrival, most)) {
-        pool_.wanting().remove(*client);
+      if (!client->claim_ahead(job.arrival, pages)) {
+        pool_.want_no_more(*client);
         continue;
       }
-      const std::size_t taken = job.arrival.taken.size();
-      pages -= taken;
-      beside = sub_sat(beside, sub_sat(taken, announced));
-      pool_.wanting().took(*client, taken);
+      pages -= job.arrival.taken.size();
       ahead_.push_back(std::move(job));
       if (pool_.traits().asynchronous) break;
     }
@@ -241,8 +231,12 @@ class Mapper::Step {
 
   void enter() VT_LOCKED {
     for (Ahead& job : ahead_) {
-      job.client->enter_ahead(job.arrival) ? pool_.wanting().requeue(*job.client)
-                                           : pool_.wanting().served(*job.client);
+      if (!job.client->enter_ahead(job.arrival)) {
+        pool_.want_no_more(*job.client);
+      } else if (!job.client->hooks.first && job.client->hooks.wanting.linked()) {
+        pool_.wanting().remove(job.client->hooks.wanting);  // the others first
+        pool_.wanting().add(job.client->hooks.wanting, job.client);
+      }
     }
     for (Back& job : back_) {
       job.client->enter_back(job.departure);

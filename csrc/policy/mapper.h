@@ -51,19 +51,14 @@ class Mapper {
     std::timed_mutex at_work_;  // held by the thread while it keeps the pool alive
   };
 
-  Mapper() = default;
-  ~Mapper() { stop(); }
-  Mapper(const Mapper&) = delete;
-  Mapper& operator=(const Mapper&) = delete;
+  // In a shared budget the thread sleeps on the word that `shared_word` finds (vmm/ledger.h).
+  explicit Mapper(std::function<WakeWord&()> shared_word)
+      : signal_(std::make_shared<Signal>(std::move(shared_word))) {}
 
-  // The thread keeps nothing of `pool` alive while it sleeps. In a shared budget it sleeps on the
-  // word that `shared_word` finds (vmm/ledger.h). Throws DriverError if the system has no thread.
-  void start(std::weak_ptr<PagePool> pool, std::function<WakeWord&()> shared_word);
-  bool running() const { return running_.load(std::memory_order_acquire); }
-  void wake() noexcept {
-    if (running()) signal_->wake();
-  }
-  // Null if it never ran.
+  // The thread keeps nothing of `pool` alive while it sleeps. Throws DriverError if the system has
+  // no thread.
+  void start(std::weak_ptr<PagePool> pool);
+  bool running() const { return thread_ != nullptr; }
   const std::shared_ptr<Signal>& signal() const { return signal_; }
   // Waits for the thread to end, unless this is the thread. Tasks that it had not begun are left.
   void stop() noexcept;
@@ -78,8 +73,7 @@ class Mapper {
   static Time serve(const std::shared_ptr<PagePool>& pool, const Signal& signal,
                     std::chrono::nanoseconds& pause);
 
-  std::atomic<bool> running_{false};
-  std::shared_ptr<Signal> signal_;
+  const std::shared_ptr<Signal> signal_;
   std::unique_ptr<std::thread> thread_;
 };
 

@@ -102,7 +102,8 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
       driver_(std::move(driver)),
       options_(options),
       store_(*driver_, options, ledger_.get(), [this]() VT_LOCKED { wake_mapper(); }),
-      shared_(*driver_, store_, [this]() VT_LOCKED { wake_mapper(); }) {}
+      shared_(*driver_, store_, [this]() VT_LOCKED { wake_mapper(); }),
+      mapper_(ledger_ ? ledger_->wake_word() : nullptr) {}
 
 // Buffers and generations hold the pool, so none is left; only kept memory is.
 PagePool::~PagePool() { mapper_.stop(); }
@@ -152,8 +153,19 @@ void PagePool::settle_later(const std::shared_ptr<Client>& client) {
 }
 
 void PagePool::want(const std::shared_ptr<Client>& client) {
-  wanting_.add(client);
+  if (!client->hooks.wanting.linked()) wanting_.add(client->hooks.wanting, client);
   if (!mapper_.running()) wake_mapper();
+}
+
+void PagePool::want_first(const std::shared_ptr<Client>& client) {
+  wanting_.remove(client->hooks.wanting);
+  wanting_.add_first(client->hooks.wanting, client);
+  client->hooks.first = true;
+}
+
+void PagePool::want_no_more(Client& client) noexcept {
+  wanting_.remove(client.hooks.wanting);
+  client.hooks.first = false;
 }
 
 void PagePool::wake_mapper() noexcept {
@@ -171,8 +183,7 @@ void PagePool::ensure_mapper() {
 }
 
 void PagePool::start_mapper() {
-  if (mapper_.running()) return;
-  mapper_.start(weak_from_this(), ledger_ ? ledger_->wake_word() : nullptr);
+  if (!mapper_.running()) mapper_.start(weak_from_this());
 }
 
 void PagePool::set_mapper_error(std::exception_ptr error) {
@@ -212,7 +223,7 @@ void PagePool::await(PoolLock& lock, const char* operation, const char* what,
 // A thread that lets the lock go first settles what ended generations left, and wakes the mapper if
 // it is to be woken. What comes in the last moment before the wait is seen when it ends, soon.
 void PagePool::wait_changed(PoolLock& lock, steady_clock::time_point until) {
-  if (tidy()) mapper_.wake();
+  if (tidy()) after_unlock();
   lock.wait_changed(until);
 }
 
@@ -436,7 +447,7 @@ void PagePool::end(Ended* ended) noexcept {
     assume_locked();
     const bool wake = tidy();
     mutex_.unlock();
-    if (wake) mapper_.wake();
+    if (wake) after_unlock();
   }
 }
 
@@ -445,7 +456,7 @@ void PagePool::end_later(Ended* ended) noexcept {
   // From here on the mapper may end the pool: then not in this thread.
   const std::shared_ptr<Mapper::Signal> signal = mapper_.signal();
   ended_.push(ended);
-  if (signal) signal->wake();
+  signal->wake();
 }
 
 void PagePool::reap() noexcept {

@@ -24,7 +24,6 @@
 #include "policy/generation.h"
 #include "policy/mapper.h"
 #include "policy/page_sender.h"
-#include "policy/wanting_clients.h"
 #include "vmm/caller.h"
 #include "vmm/ledger.h"
 #include "vmm/page_socket.h"
@@ -154,7 +153,11 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::exception_ptr settle_all(PoolLock& lock) noexcept VT_LOCKED;
   // `client` wants pages ahead: the mapper sees it when it next wakes, or wait_idle() wakes it.
   void want(const std::shared_ptr<Client>& client) VT_LOCKED;
-  WantingClients& wanting() VT_LOCKED { return wanting_; }
+  // `want` before clients that only look ahead: until it has its pages, they get what is left.
+  void want_first(const std::shared_ptr<Client>& client) VT_LOCKED;
+  // All that it wanted is mapped, or given up.
+  void want_no_more(Client& client) noexcept VT_LOCKED;
+  ClientList& wanting() VT_LOCKED { return wanting_; }
   // Whether a freed client with `pages` pages may stay mapped, after older ones have made room.
   bool may_cache(std::size_t pages) VT_LOCKED;
   // A freed client has cached pages, which may have to be zeroed; `by_shape`: for any client alike.
@@ -180,9 +183,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
   // -- the mapper
 
-  // Null if the mapper never ran.
   std::shared_ptr<Mapper::Signal> mapper_signal() const { return mapper_.signal(); }
-  // So that `end_later` finds the mapper running. Throws std::system_error.
+  // So that `end_later` finds the mapper running. Throws DriverError.
   void ensure_mapper();
   // Wakes the mapper once the lock is free; starts it if it does not run.
   void wake_mapper() noexcept VT_LOCKED;
@@ -219,7 +221,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Before the lock is released: reaps what deleters pushed while they found it taken.
   bool tidy() noexcept override VT_LOCKED;
   bool left_over() noexcept override { return !ended_.confirm_empty(); }
-  void after_unlock() noexcept override { mapper_.wake(); }
+  void after_unlock() noexcept override { mapper_.signal()->wake(); }
 
   // Frees host memory whose copies have ended; returns whether some is left.
   bool drop_copied(PoolLock& lock) VT_LOCKED;
@@ -240,7 +242,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::unordered_set<Client*> clients_ VT_GUARDED;
   std::vector<std::weak_ptr<Shrinker>> shrinkers_ VT_GUARDED;
   ClientList unsettled_ VT_GUARDED;
-  WantingClients wanting_ VT_GUARDED;
+  ClientList wanting_ VT_GUARDED;  // the next to be served first
   CachedClients cached_ VT_GUARDED;
   bool wake_mapper_ VT_GUARDED = false;  // to be woken once the lock is free
   std::atomic<bool> retired_{false};     // the pool's owner has left

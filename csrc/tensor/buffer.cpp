@@ -249,13 +249,12 @@ void Buffer::look_ahead(std::size_t added, bool crossed) {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     pace_.mark(position, static_cast<std::uint64_t>(now.count()));
   }
-  if (position + pace_.least(pool_->wanting().horizon()) <= ready_until_) return;
+  if (position + pace_.least() <= ready_until_) return;
   const std::size_t end = lead();
   // Where the bounds allow less than the pace asks for: ask again once half of it is used up.
   const bool enough = position + (end - position) / 2 <= ready_until_;
   if (enough || pool_->store().unused() == 0) return;
   want(indices_of({positions_.begin, end}).end, true);
-  if (hooks.wanting.linked()) pool_->wanting().measure();
 }
 
 // Bounded by the capacity and by a share of the extent, so that a pool's look-ahead is a share of
@@ -266,7 +265,7 @@ std::size_t Buffer::lead() const {
   const std::size_t least = std::max(kLeastAhead / index_bytes, kLeastPagesAhead);
   const std::size_t indices = std::min(pool_->options().prefetch / index_bytes,
                                        std::max(least, extent_.size() / kShareAhead));
-  const std::size_t wanted = position + pace_.lead(pool_->wanting().horizon());
+  const std::size_t wanted = position + pace_.lead();
   const std::size_t allowed = geometry_.whole_below(extent_.end + indices);
   return std::max(position, std::min({wanted, shape_.capacity, allowed}));
 }
@@ -298,7 +297,7 @@ void Buffer::leave() noexcept {
   }
   owned_ = false;
   expected_.reset();
-  pool_->wanting().remove(*this);
+  pool_->want_no_more(*this);
   pool_->cached().unclean.remove(hooks.unclean);
   release({0, range_.reserved()});
   assign({}, {});
@@ -460,13 +459,12 @@ void Buffer::prepare(std::size_t end) {
 }
 
 void Buffer::want_until(std::size_t end, bool soon) {
-  pool_->wanting().ignore();
   if (end > positions_.begin) want(indices_of({positions_.begin, end}).end, soon);
 }
 
 void Buffer::announce(std::size_t end) {
   want_until(end, true);
-  if (hooks.wanting.linked()) pool_->wanting().announce(*this, missing_ahead());
+  if (hooks.wanting.linked()) pool_->want_first(shared_from_this());
   if (to_clean()) pool_->cached().add_unclean(shared_from_this());
 }
 

@@ -71,7 +71,7 @@ class Buffer final : public Client {
   void prepare(std::size_t end);
   // `prepare` with the lock held; wakes the mapper if `soon`.
   void want_until(std::size_t end, bool soon) VT_LOCKED;
-  // `prepare` that keeps free pages for these positions: look-ahead gets what is left.
+  // `prepare` before all look-ahead, which gets what is left.
   void announce(std::size_t end) VT_LOCKED;
   // Positions below it lie in the extent or in ready pages.
   std::size_t ready_until() const VT_LOCKED { return ready_until_; }
