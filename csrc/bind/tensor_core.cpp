@@ -17,7 +17,6 @@
 #include "bind/released_gil.h"
 #include "bind/sharing.h"
 #include "policy/sleep.h"
-#include "tensor/sharing.h"
 
 namespace vtensor::bind {
 
@@ -476,7 +475,7 @@ std::shared_ptr<Buffer> TensorCore::share(const Caller& caller, std::size_t capa
   const RowShape shape = row_shape(capacity);
   std::vector<std::size_t> rows(shape.rows);
   std::iota(rows.begin(), rows.end(), std::size_t{0});
-  return Sharing(*buffer_, caller).share(shape, rows, exclusive);
+  return buffer_->share_rows(caller, shape, rows, exclusive);
 }
 
 // Moves the tensor to the start of a new range, which gives back capacity that front shrinks used
@@ -516,7 +515,7 @@ void TensorCore::unshare(nb::handle self, nb::handle given_start, nb::handle giv
            ": need 0 <= start <= stop <= length");
   const Interval positions{positions_.begin + static_cast<std::size_t>(start),
                            positions_.begin + static_cast<std::size_t>(stop)};
-  operation.with_memory([&] { Sharing(*buffer_, operation.caller()).unshare(positions); });
+  operation.with_memory([&] { buffer_->unshare(operation.caller(), positions); });
 }
 
 // The rows that `index`, of dimension 0, selects.
@@ -555,7 +554,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
       tensor.core->begin_sharing(tensor.self);
       tensor.core->torch_.detach(tensor.self);
     }
-    std::vector<Sharing::Reindexing> in_place;
+    std::vector<Buffer::Reindexing> in_place;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       auto& [core, self, index, rows, moved, strides] = tensors[i];
       Buffer& buffer = *core->buffer_;
@@ -567,14 +566,14 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
         if (may_stay && !buffer.published()) {
           in_place.push_back({&buffer, rows});
         } else {
-          moved = Sharing(buffer, operations[i]->caller()).share(shape, rows, false);
+          moved = buffer.share_rows(operations[i]->caller(), shape, rows, false);
         }
       });
       if (moved) strides = core->torch_.strides_of(*moved);
     }
     if (!in_place.empty()) {
       const Operation& first = *operations.front();
-      first.with_memory([&] { Sharing::reindex(first.caller(), in_place); });
+      first.with_memory([&] { Buffer::reindex(first.caller(), in_place); });
     }
   } catch (...) {
     for (const Reindexing& tensor : tensors) {
@@ -620,7 +619,7 @@ ReaderFiles TensorCore::open_for_readers(nb::handle self) {
   without_gil([&] { buffer_->share(name, 2); });
   // At a write through a view the kernel copies a page that a fork shares: readers would not see
   // that.
-  operation.with_memory([&] { Sharing(*buffer_, operation.caller()).unshare(positions_); });
+  operation.with_memory([&] { buffer_->unshare(operation.caller(), positions_); });
   buffer_->show_positions();
   return reader_files(name, std::array{buffer_});
 }

@@ -8,7 +8,6 @@
 #include "base/align.h"
 #include "base/errors.h"
 #include "policy/make_room.h"
-#include "tensor/sharing.h"
 
 namespace vtensor {
 
@@ -156,7 +155,7 @@ void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths
           {&buffers_.at(slot, group), buffers_.needed(slot, group, added.end), added});
     }
   }
-  if (!grow_ready(caller, growths_)) grow_all(caller, growths_, false);
+  if (!grow_ready(caller, growths_)) Buffer::grow_all(caller, growths_, false);
   for (const auto& [slot, group] : windowed) {
     buffers_.give_back_passed(caller, slot, group,
                               lengths_->length(slot, buffers_.group(group).band));
@@ -337,7 +336,7 @@ std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot,
     lengths_->forget_room(slot);
     for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) {
       const Interval pages = buffer->indices_of(buffer->positions());
-      whole[0].push_back(Sharing(*buffer, caller).offer({&pages, 1}).front());
+      whole[0].push_back(buffer->offer(caller, {&pages, 1}).front());
     }
     look_further({&slot, 1});
   }
@@ -413,7 +412,7 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
     const Interval written = intersection(positions, here);
     if (!written.empty()) growths.push_back({&buffer, buffer.positions(), written});
   }
-  grow_all(caller, growths, false);
+  Buffer::grow_all(caller, growths, false);
   look_further({&slot, 1});
 }
 

@@ -19,7 +19,6 @@
 #include "kv/slot_lengths.h"
 #include "kv/slot_swaps.h"
 #include "policy/page_pool.h"
-#include "tensor/growing.h"
 #include "vmm/caller.h"
 
 namespace vtensor {

@@ -4,7 +4,6 @@
 
 #include "base/errors.h"
 #include "kv/slot_cache.h"
-#include "tensor/sharing.h"
 
 namespace vtensor {
 
@@ -46,9 +45,7 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
       if (page_sets[group].empty()) continue;
       const Interval positions =
           source ? buffers_.at(*source, group).positions() : Interval{0, length};
-      const Sharing sharing(buffers_.at(slot, group), caller);
-      deferred ? sharing.expect(positions, page_sets[group])
-               : sharing.accept(positions, page_sets[group]);
+      buffers_.at(slot, group).accept(caller, positions, page_sets[group], deferred);
     }
     if (source) buffers_.begin_as(slot, *source);
     lengths_->begin(slot, length);
@@ -65,8 +62,7 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
 // Maps the slot's promised prefix; called before anything reads or grows the slot's pages.
 void SlotCache::finish_prefix(const Caller& caller, std::size_t slot) {
   if (!expects(slot)) return;
-  for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot))
-    Sharing(*buffer, caller).accept_expected();
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) buffer->accept_expected(caller);
   expects_[slot] = false;
   lengths_->forget_room(slot);
 }
@@ -131,8 +127,9 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot, std
       pages[i] = {buffers_.page_of(group, (first + i) * prefixes_.unit()),
                   buffers_.page_of(group, (first + i + 1) * prefixes_.unit())};
     }
-    const Sharing sharing(buffers_.at(slot, group), caller);
-    PageSets page_sets = writable ? sharing.offer_writable(pages) : sharing.offer(pages);
+    Buffer& buffer = buffers_.at(slot, group);
+    PageSets page_sets =
+        writable ? buffer.offer_writable(caller, pages) : buffer.offer(caller, pages);
     for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(std::move(page_sets[i]));
   }
   return parts;
@@ -154,7 +151,7 @@ void SlotCache::protect(const Caller& caller, std::size_t slot, std::size_t begi
   std::size_t& offered = prompts_[slot].offered;
   if (begin >= offered) return;
   for (std::size_t group = 0; group < buffers_.groups(); ++group)
-    Sharing(buffers_.at(slot, group), caller).protect({0, buffers_.page_of(group, offered)});
+    buffers_.at(slot, group).protect(caller, {0, buffers_.page_of(group, offered)});
   offered = 0;
 }
 

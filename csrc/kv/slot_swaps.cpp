@@ -6,8 +6,6 @@
 
 #include "base/align.h"
 #include "base/errors.h"
-#include "tensor/growing.h"
-#include "tensor/sharing.h"
 #include "vmm/wait.h"
 
 namespace vtensor {
@@ -225,7 +223,7 @@ void SlotSwaps::restore(const Caller& caller, const Part& part, std::size_t leng
       // What begins in the last of these pages is there, and its end in a page that is new.
       const std::size_t end = ceil_div(page_set->indices().end * buffers_.pool()->page_size(),
                                        buffers_.group(group).item_bytes);
-      Sharing(*buffers[group], caller).accept({0, std::min(length, end)}, {&page_set, 1});
+      buffers[group]->accept(caller, {0, std::min(length, end)}, {&page_set, 1});
     }
     std::vector<Growth> growths;
     for (const std::size_t group : part.groups) {
@@ -233,7 +231,7 @@ void SlotSwaps::restore(const Caller& caller, const Part& part, std::size_t leng
       growths.push_back(
           {buffers[group].get(), buffers_.needed(part.slot, group, length), {written, length}});
     }
-    grow_all(caller, growths, false);
+    Buffer::grow_all(caller, growths, false);
   } catch (...) {
     for (const std::size_t group : part.groups) buffers[group]->retract(caller, {});
     throw;
@@ -254,7 +252,7 @@ void SlotSwaps::share_again(const Caller& caller, const Part& part) noexcept {
     Prefix pages;
     for (const std::size_t i : part.groups) {
       const Interval whole{0, buffers_.page_of(i, group.length)};
-      pages.push_back(Sharing(buffers_.at(part.slot, i), caller).offer({&whole, 1}).front());
+      pages.push_back(buffers_.at(part.slot, i).offer(caller, {&whole, 1}).front());
     }
     group.pages = std::move(pages);
   } catch (const std::exception&) {

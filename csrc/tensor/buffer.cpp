@@ -9,7 +9,6 @@
 #include "base/errors.h"
 #include "base/process.h"
 #include "base/trace.h"
-#include "tensor/growing.h"
 #include "vmm/copy_on_write.h"
 #include "vmm/wait.h"
 
@@ -223,12 +222,6 @@ bool Buffer::grow_within(const Caller& caller, Interval positions) {
   return true;
 }
 
-void Buffer::grow(const Caller& caller, Interval positions, bool populate, Interval stale) {
-  const Interval added{std::max(positions_.end, positions.begin), positions.end};
-  const Growth growth{this, positions, added, stale};
-  grow_all(caller, {&growth, 1}, populate);
-}
-
 void Buffer::grow_to(Interval positions, Interval extent, bool ready) {
   const Interval added = extent_.empty() ? extent : Interval{extent_.end, extent.end};
   const std::size_t n = positions.size() - positions_.size();
@@ -392,46 +385,6 @@ std::size_t Buffer::writable_until(std::size_t position) const {
   index =
       shares() ? range_.first_not({index, extent_.end}, is_writable) : std::max(index, extent_.end);
   return geometry_.whole_below(index);
-}
-
-void Buffer::await_streams(PoolLock& lock, const Caller& caller) {
-  require_no_capture(caller);
-  const Busy busy(*this, lock, caller);
-  work_.note(caller);
-  const std::vector<FencePtr> all = fences();
-  if (all.empty()) return;
-  bool passed = true;
-  {
-    const Waiting waiting(lock);
-    for (const FencePtr& fence : all)
-      passed = passed && wait_for(driver_, fence, pool_->options().patience);
-  }
-  if (passed) return;
-  throw TimedOut(caller.operation, pool_->options().patience,
-                 "work launched on the device that uses this tensor has not ended; nothing was "
-                 "changed");
-}
-
-void Buffer::unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
-                     Interval stale) {
-  try {
-    unshare_pages(range_, lock, runs, bytes_of(stale), caller.stream);
-  } catch (const TimedOut&) {
-    // Pages that the copies read stay mapped until the side stream has passed.
-    work_.note(driver_.side_stream());
-    throw;
-  }
-}
-
-// All expected pages at once: the owner has a whole prefix, or none of it.
-Reservation::Arrival Buffer::find_expected() const {
-  return range_.shared(expected_->indices, expected_->references.pages());
-}
-
-void Buffer::enter_expected() {
-  assign(expected_->positions, expected_->indices);
-  expected_.reset();
-  range_.event(trace::What::fork, extent_);
 }
 
 // -- readers in other processes

@@ -21,7 +21,17 @@
 
 namespace vtensor {
 
+class Buffer;
 class RowFaults;
+
+// `positions` become the owner's: missing pages are mapped, shared pages of `written` positions are
+// unshared, and `stale` positions are zeroed.
+struct Growth {
+  Buffer* buffer;
+  Interval positions;
+  Interval written;
+  Interval stale = {};
+};
 
 class Buffer final : public Client {
  public:
@@ -64,9 +74,11 @@ class Buffer final : public Client {
     const auto* const begin = reinterpret_cast<const std::byte*>(this);
     for (std::size_t at = 0; at < sizeof *this; at += kCacheLine) __builtin_prefetch(begin + at);
   }
-  // Makes `positions` the owner's by one `Growth` that writes the positions it adds (see
-  // growing.h).
+  // Makes `positions` the owner's by one `Growth` that writes the positions it adds.
   void grow(const Caller& caller, Interval positions, bool populate, Interval stale = {});
+  // Grows several buffers of one pool, each named once: whole or nothing (I8), and mapped by one
+  // batch of driver calls. `populate` makes new memory present now.
+  static void grow_all(const Caller& caller, std::span<const Growth> growths, bool populate);
   // Has the mapper make the positions below `end` ready, and returns at once.
   void prepare(std::size_t end);
   // `prepare` with the lock held; wakes the mapper if `soon`.
@@ -97,7 +109,43 @@ class Buffer final : public Client {
   // if the work was captured into a graph.
   void end_lease(const Caller& caller, FencePtr after);
 
-  // -- shared pages (see sharing.h)
+  // -- shared pages. Each operation takes the lock, and is whole or nothing.
+
+  // A buffer of `shape` whose row i has the pages of row rows[i]. Copies no byte. The pages are
+  // copy-on-write in both buffers unless `exclusive`: then this buffer's owner is leaving, and no
+  // generation covers it. Waits for the work of all streams that use this buffer.
+  std::shared_ptr<Buffer> share_rows(const Caller& caller, const RowShape& shape,
+                                     std::span<const std::size_t> rows, bool exclusive);
+  // Unshares the copy-on-write pages of `positions`.
+  void unshare(const Caller& caller, Interval positions);
+  // Makes the pages of `indices`, which lie in the extent, copy-on-write in every row. Returns a
+  // page set for each interval, to be mapped in other buffers. Waits for the work of all streams
+  // that use this buffer.
+  PageSets offer(const Caller& caller, std::span<const Interval> indices);
+  // `offer` without a wait and without a mapping call: the pages stay writable here until another
+  // buffer accepts them. Requires: nothing is written there before `protect`. If some pages are
+  // copy-on-write already this is `offer`, because the kernel may have copied them.
+  PageSets offer_writable(const Caller& caller, std::span<const Interval> indices);
+  // Makes pages of `indices` copy-on-write that were offered and are still writable here. If there
+  // are any, waits for the work of all streams that use this buffer.
+  void protect(const Caller& caller, Interval indices);
+  // Maps the pages of adjacent `page_sets`, which hold `positions`, copy-on-write at their indices:
+  // they are the owner's then. If `deferred`, they are expected, and mapped by the mapper or by
+  // `accept_expected`. Waits for pages that are leaving there. If it fails, pages may have become
+  // copy-on-write in the buffer that they come from. Requires: the owner has no positions, and
+  // nothing is ready or cached at those indices.
+  void accept(const Caller& caller, Interval positions, PageSetSpan page_sets,
+              bool deferred = false);
+  void accept_expected(const Caller& caller);
+  // In each buffer row i gets the pages of row rows[i], at the same addresses; if the driver
+  // refuses, in no buffer. Requires: the buffers are of one pool, each named once, without living
+  // generations, and the driver remaps in one step, because the owner would lose a page that cannot
+  // be put back.
+  struct Reindexing {
+    Buffer* buffer;
+    std::span<const std::size_t> rows;
+  };
+  static void reindex(const Caller& caller, std::span<const Reindexing> all);
 
   // Whether some page of the buffer is copy-on-write.
   bool copy_on_write();
@@ -131,29 +179,6 @@ class Buffer final : public Client {
   // Placed buffers only: fully unmapped, another buffer can be placed there.
   bool vacant() const VT_LOCKED { return !reserved_; }
 
-  // -- for growing and sharing
-
-  bool owned() const VT_LOCKED { return owned_; }
-  // Sets the owner's positions and extent. Requires: its pages are mapped.
-  void assign(Interval positions, Interval extent) VT_LOCKED;
-  // `assign` for a growth: counts it and looks ahead. `ready`: the pages that it adds were ready.
-  void grow_to(Interval positions, Interval extent, bool ready) VT_LOCKED;
-  // Waits for the work of all streams that use the pages. Throws as `require_no_capture` does, and
-  // TimedOut.
-  void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;
-  // Gives `runs` pages of their own, and zeroes `stale` positions. Requires: busy.
-  void unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
-               Interval stale = {}) VT_LOCKED;
-  // The expected pages; null if there are none. The mapper maps them before look-ahead.
-  const ExpectedPages* expected() const VT_LOCKED { return expected_.get(); }
-  void expect(std::unique_ptr<const ExpectedPages> expected) VT_LOCKED {
-    expected_ = std::move(expected);
-  }
-  // The arrival that maps the expected pages: all of them, so that the owner has a whole prefix.
-  Reservation::Arrival find_expected() const VT_LOCKED;
-  // The expected pages are mapped: they become the owner's.
-  void enter_expected() VT_LOCKED;
-
   // -- for its pool: see Client
 
   bool placed() const override { return host_ != nullptr; }
@@ -182,6 +207,30 @@ class Buffer final : public Client {
   // The positions that readers in other processes see.
   Interval shown() const noexcept;
   void show(Interval positions) noexcept;
+  // Sets the owner's positions and extent. Requires: its pages are mapped.
+  void assign(Interval positions, Interval extent) VT_LOCKED;
+  // `assign` for a growth: counts it and looks ahead. `ready`: the pages that it adds were ready.
+  void grow_to(Interval positions, Interval extent, bool ready) VT_LOCKED;
+  struct Growing;
+  static std::size_t fresh_pages_for(std::span<const Growing> all) VT_LOCKED;
+  // Waits for the work of all streams that use the pages. Throws as `require_no_capture` does, and
+  // TimedOut.
+  void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;
+  template <typename Find>
+  std::vector<Reservation::Run> have_ready(PoolLock& lock, const Caller& caller, Find find)
+      VT_LOCKED;
+  std::unique_ptr<Busy> quieten(PoolLock& lock, const Caller& caller) VT_LOCKED;
+  // Gives `runs` pages of their own, and zeroes `stale` positions. Requires: busy.
+  void unshare_runs(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
+                    Interval stale = {}) VT_LOCKED;
+  void add_page_sets(PageSets& to, std::span<const Interval> indices) const VT_LOCKED;
+  std::vector<Reservation::Run> offered_in(Interval indices) const VT_LOCKED;
+  void protect_origins(const Caller& caller, PageSetSpan page_sets) const;
+  void map_expected(PoolLock& lock, const Caller& caller) VT_LOCKED;
+  // The arrival that maps the expected pages.
+  Reservation::Arrival find_expected() const VT_LOCKED;
+  // The expected pages are mapped: they become the owner's.
+  void enter_expected() VT_LOCKED;
   void set_ready(std::size_t end) VT_LOCKED;
   // The first page index from the extent's end up to `end` that is not ready.
   std::size_t ready_in(std::size_t end) const VT_LOCKED;

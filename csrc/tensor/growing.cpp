@@ -1,5 +1,4 @@
-#include "tensor/growing.h"
-
+// Buffer: growing. Pages are claimed with the lock, mapped without it, and entered with it again.
 #include <algorithm>
 #include <memory>
 #include <unordered_map>
@@ -7,95 +6,72 @@
 #include <vector>
 
 #include "policy/make_room.h"
+#include "tensor/buffer.h"
 #include "vmm/copy_on_write.h"
 
 namespace vtensor {
-namespace {
 
 // The growth of one buffer: its missing and shared pages, and how far it has come.
-class Growing {
- public:
+struct Buffer::Growing {
   Growing(const Growth& growth, const Caller& caller) VT_LOCKED
-      : buffer_(*growth.buffer),
-        range_(buffer_.range()),
-        growth_(growth),
-        caller_(caller),
-        wanted_(wider(buffer_.indices_of(growth.positions), buffer_.extent())),
-        written_(buffer_.indices_of(growth.written)),
-        added_(buffer_.extent().empty() ? wanted_ : Interval{buffer_.extent().end, wanted_.end}) {
-    range_.reserve(wanted_);
+      : buffer(*growth.buffer),
+        range(buffer.range_),
+        growth(growth),
+        caller(caller),
+        wanted(wider(buffer.indices_of(growth.positions), buffer.extent_)),
+        written(buffer.indices_of(growth.written)),
+        added(buffer.extent_.empty() ? wanted : Interval{buffer.extent_.end, wanted.end}) {
+    range.reserve(wanted);
   }
 
   // Finds the pages to map and to unshare now. Throws if a capture forbids it.
   void look() VT_LOCKED {
-    arrival_.runs = range_.collect(added_, is_unmapped);
-    copy_on_write_.clear();
-    if (buffer_.shares()) copy_on_write_ = range_.collect(written_, is_copy_on_write);
-    missing_ = 0;
-    for (const Reservation::Run& run : arrival_.runs) missing_ += run.indices.size();
-    unordered_ = !added_.empty() && !buffer_.is_quiet();
-    if (missing_ != 0 || !copy_on_write_.empty() || unordered_ ||
-        !range_.unclean_in(added_, 1).empty())
-      buffer_.require_no_capture(caller_);
+    arrival.runs = range.collect(added, is_unmapped);
+    copy_on_write.clear();
+    if (buffer.shares()) copy_on_write = range.collect(written, is_copy_on_write);
+    missing = 0;
+    for (const Reservation::Run& run : arrival.runs) missing += run.indices.size();
+    unordered = !added.empty() && !buffer.is_quiet();
+    if (missing != 0 || !copy_on_write.empty() || unordered || !range.unclean_in(added, 1).empty())
+      buffer.require_no_capture(caller);
   }
 
-  // Remapping is not ordered with streams, so pages that unsharing remaps must not be in use.
-  void await_streams(PoolLock& lock) VT_LOCKED {
-    if (!copy_on_write_.empty()) buffer_.await_streams(lock, caller_);
-  }
-
-  // True if that let the lock go.
-  bool await_turn(PoolLock& lock) VT_LOCKED { return buffer_.await_turn(lock, caller_); }
-  std::size_t missing() const { return missing_; }
-  std::span<const Reservation::Run> copy_on_write() const { return copy_on_write_; }
-  const Page* page_at(std::size_t row, std::size_t index) const VT_LOCKED {
-    return range_.at(row, index).page();
-  }
   // Pages that unsharing takes now.
-  std::size_t fresh() const VT_LOCKED { return count_fresh_pages(range_, copy_on_write_); }
+  std::size_t fresh() const VT_LOCKED { return count_fresh_pages(range, copy_on_write); }
 
   // From here on the buffer is busy. Requires: it was not.
   void begin(PoolLock& lock) VT_LOCKED {
-    busy_ = std::make_unique<Buffer::Busy>(buffer_, lock, caller_);
-    buffer_.note(caller_);
-  }
-
-  void add_arriving(std::vector<Reservation::Arriving>& arriving) {
-    if (missing_ != 0) arriving.push_back({&range_, &arrival_});
+    busy = std::make_unique<Busy>(buffer, lock, caller);
+    buffer.note(caller);
   }
 
   // Zeroes and unshares: the driver calls beside mapping new pages.
   void finish(PoolLock& lock) VT_LOCKED {
-    if (unordered_) buffer_.order(caller_.stream);
-    range_.make_clean(range_.unclean_in(added_), caller_.stream);
-    buffer_.unshare(lock, caller_, copy_on_write_, growth_.stale);
+    if (unordered) buffer.order(caller.stream);
+    range.make_clean(range.unclean_in(added), caller.stream);
+    buffer.unshare_runs(lock, caller, copy_on_write, growth.stale);
   }
 
-  // What came is unneeded, and goes after the caller's work.
-  void give_back() VT_LOCKED { buffer_.note(caller_); }
-
-  // Cannot fail.
-  void commit() VT_LOCKED { buffer_.grow_to(growth_.positions, wanted_, missing_ == 0); }
-
- private:
   // An accepted prefix may be longer in pages than in positions.
   static Interval wider(Interval wanted, Interval extent) {
     return wanted.empty() ? wanted : Interval{wanted.begin, std::max(wanted.end, extent.end)};
   }
 
-  Buffer& buffer_;
-  Reservation& range_;
-  const Growth growth_;
-  const Caller& caller_;
-  const Interval wanted_;   // page indices that the positions need
-  const Interval written_;  // page indices to be writable
-  const Interval added_;    // page indices past the extent: some may be missing
-  Reservation::Arrival arrival_;
-  std::vector<Reservation::Run> copy_on_write_;
-  std::size_t missing_ = 0;
-  bool unordered_ = false;
-  std::unique_ptr<Buffer::Busy> busy_;
+  Buffer& buffer;
+  Reservation& range;
+  const Growth growth;
+  const Caller& caller;
+  const Interval wanted;   // page indices that the positions need
+  const Interval written;  // page indices to be writable
+  const Interval added;    // page indices past the extent: some may be missing
+  Reservation::Arrival arrival;
+  std::vector<Reservation::Run> copy_on_write;
+  std::size_t missing = 0;
+  bool unordered = false;
+  std::unique_ptr<Busy> busy;
 };
+
+namespace {
 
 // Pages that a growth takes after it has let the lock go: until then nothing else gets them.
 class Promise {
@@ -119,16 +95,18 @@ class Promise {
   std::size_t pages_;
 };
 
+}  // namespace
+
 // How many pages unsharing takes in all: if all that share a page unshare it, the last one keeps
 // it.
-std::size_t fresh_pages_for(std::span<const Growing> all) VT_LOCKED {
+std::size_t Buffer::fresh_pages_for(std::span<const Growing> all) {
   if (all.size() == 1) return all.front().fresh();
   std::size_t fresh = 0;
   std::unordered_map<const Page*, std::uint32_t> unsharing;
   for (const Growing& one : all) {
-    for (const Reservation::Run& run : one.copy_on_write()) {
+    for (const Reservation::Run& run : one.copy_on_write) {
       for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-        const Page* page = one.page_at(run.row, index);
+        const Page* page = one.range.at(run.row, index).page();
         fresh += ++unsharing[page] < page->references;
       }
     }
@@ -136,48 +114,56 @@ std::size_t fresh_pages_for(std::span<const Growing> all) VT_LOCKED {
   return fresh;
 }
 
-}  // namespace
+void Buffer::grow(const Caller& caller, Interval positions, bool populate, Interval stale) {
+  const Interval added{std::max(positions_.end, positions.begin), positions.end};
+  const Growth growth{this, positions, added, stale};
+  grow_all(caller, {&growth, 1}, populate);
+}
 
-void grow_all(const Caller& caller, std::span<const Growth> growths, bool populate) {
+void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, bool populate) {
   if (growths.empty()) return;
-  const std::shared_ptr<PagePool>& pool = growths.front().buffer->pool();
+  const std::shared_ptr<PagePool>& pool = growths.front().buffer->pool_;
   PoolLock lock(pool);
   pool->reap();
   std::vector<Growing> all;
   all.reserve(growths.size());
   for (const Growth& growth : growths) all.emplace_back(growth, caller);
   for (Growing& one : all) one.look();
-  for (Growing& one : all) one.await_streams(lock);
+  for (Growing& one : all) {
+    // Remapping is not ordered with streams, so pages that unsharing remaps must not be in use.
+    if (!one.copy_on_write.empty()) one.buffer.await_streams(lock, caller);
+  }
   std::size_t to_unshare = 0;
   for (bool again = true; again;) {
     again = false;
-    for (Growing& one : all) again |= one.await_turn(lock);
+    for (Growing& one : all) again |= one.buffer.await_turn(lock, caller);
     if (again) continue;  // while one was waited for, another may have become busy
     std::size_t missing = 0;
     for (Growing& one : all) {
       one.look();
-      missing += one.missing();
+      missing += one.missing;
     }
     to_unshare = fresh_pages_for(all);
     again = MakeRoom(*pool).ready(lock, caller.operation, missing + to_unshare);
   }
   for (Growing& one : all) one.begin(lock);
   std::vector<Reservation::Arriving> arriving;
-  for (Growing& one : all) one.add_arriving(arriving);
-  Promise promise(pool->store(), to_unshare);
+  for (Growing& one : all) {
+    if (one.missing != 0) arriving.push_back({&one.range, &one.arrival});
+  }
   try {
+    Promise promise(pool->store(), to_unshare);
     Reservation::map(lock, arriving, caller.stream, populate);
     for (Growing& one : all) {
       promise.redeem(one.fresh());
       one.finish(lock);
     }
-    promise.redeem(to_unshare);
   } catch (...) {
-    promise.redeem(to_unshare);
-    for (Growing& one : all) one.give_back();
+    for (Growing& one : all) one.buffer.note(caller);  // what came goes after the caller's work
     throw;
   }
-  for (Growing& one : all) one.commit();
+  // From here on nothing can fail.
+  for (Growing& one : all) one.buffer.grow_to(one.growth.positions, one.wanted, one.missing == 0);
 }
 
 }  // namespace vtensor

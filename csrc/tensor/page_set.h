@@ -69,6 +69,9 @@ class PageSet {
   std::unique_ptr<PageReferences> references_;
 };
 
+using PageSets = std::vector<std::shared_ptr<PageSet>>;
+using PageSetSpan = std::span<const std::shared_ptr<PageSet>>;
+
 // Pages of others, [row][index], that a buffer's owner gets at `indices` once they are mapped
 // there. Ends with the lock held.
 struct ExpectedPages {

@@ -24,7 +24,6 @@
 #include "policy/make_room.h"
 #include "policy/page_pool.h"
 #include "tensor/buffer.h"
-#include "tensor/sharing.h"
 #include "vmm/ledger.h"
 
 namespace vtensor {
@@ -345,8 +344,8 @@ TEST_CASE("a new owner never finds what is on its way out of an reused buffer (I
     const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
     first->grow(kCaller, {0, 8}, false);
     std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 8 * kBytes);
-    const std::shared_ptr<Buffer> fork = Sharing(*first, kCaller).share(shape, rows, false);
-    Sharing(*first, kCaller).unshare({0, 2});
+    const std::shared_ptr<Buffer> fork = first->share_rows(kCaller, shape, rows, false);
+    first->unshare(kCaller, {0, 2});
     first->abandon();
     const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
     second->grow(kCaller, {0, 8}, false);
@@ -426,9 +425,9 @@ TEST_CASE("a prefix whose mapping is refused shows its bytes to no later owner (
   const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
   first->grow(kCaller, whole, false);
   std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 4 * kBytes);
-  PageSets offered = Sharing(*first, kCaller).offer({&whole, 1});
+  PageSets offered = first->offer(kCaller, {&whole, 1});
   const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
-  Sharing(*second, kCaller).expect(whole, offered);
+  second->accept(kCaller, whole, offered, true);
   Reservation::Arrival arrival;
   {
     const PoolLock lock(pool);

@@ -23,7 +23,6 @@
 #include "policy/page_pool.h"
 #include "simcuda/client.h"
 #include "tensor/buffer.h"
-#include "tensor/sharing.h"
 #include "vmm/pending_work.h"
 
 namespace vtensor {
@@ -193,7 +192,7 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   owner->grow(16, false);
   std::vector<std::shared_ptr<Buffer>> forks;
   const auto fork = [&] {
-    forks.push_back(Sharing(*owner->buffer_, caller).share(shape, rows, false));
+    forks.push_back(owner->buffer_->share_rows(caller, shape, rows, false));
   };
   const auto keep = [&] {  // free pages whose memory is kept
     auto freed = std::make_unique<Sharer>(pool, caller, shape);
@@ -211,7 +210,7 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   };
   const Step steps[] = {
       {"fork", [] {}, fork},
-      {"unshare", [] {}, [&] { Sharing(*owner->buffer_, caller).unshare({0, 16}); }},
+      {"unshare", [] {}, [&] { owner->buffer_->unshare(caller, {0, 16}); }},
       {"give back", [] {}, shrink},
       {"trim", keep, [&] { pool->trim(); }},
       {"budget", keep, [&] { pool->set_budget(pool->counts().used * kBytes); }},
@@ -336,8 +335,7 @@ TEST_CASE("pages on their way out count once as memory to come, and shared ones 
   SUBCASE("some of a fork") {
     const std::shared_ptr<Buffer> parent = owner(8);
     const std::vector<std::size_t> rows{0};
-    const std::shared_ptr<Buffer> fork =
-        Sharing(*parent, caller).share(parent->shape(), rows, false);
+    const std::shared_ptr<Buffer> fork = parent->share_rows(caller, parent->shape(), rows, false);
     owner(6)->abandon();
     control.hold(stream);
     fork->use(caller);

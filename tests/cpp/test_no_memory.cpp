@@ -21,7 +21,6 @@
 #include "policy/page_pool.h"
 #include "policy/sleep.h"
 #include "tensor/buffer.h"
-#include "tensor/sharing.h"
 
 namespace vtensor {
 namespace {
@@ -294,29 +293,29 @@ TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
 TEST_CASE_TEMPLATE("shared pages", T, OnHost, OnSimulation) {
   each_allocation<T>("fork", [](Bench& bench) {
     return [buffer = bench.buffer(40)] {
-      Sharing(*buffer, kCaller).share(kShape, kRows, false)->abandon();
+      buffer->share_rows(kCaller, kShape, kRows, false)->abandon();
     };
   });
   each_allocation<T>("unshare", [](Bench& bench) {
     const auto buffer = bench.buffer(40);
-    const auto fork = Sharing(*buffer, kCaller).share(kShape, kRows, false);
+    const auto fork = buffer->share_rows(kCaller, kShape, kRows, false);
     bench.clients.push_back(fork);
     if (!T::is_cuda) *reinterpret_cast<char*>(fork->address_of(0, 0)) = 1;
-    return [fork] { Sharing(*fork, kCaller).unshare({0, 40}); };
+    return [fork] { fork->unshare(kCaller, {0, 40}); };
   });
   each_allocation<T>("reindex", [](Bench& bench) {
     return [buffer = bench.buffer(40)] {
       if (T::is_cuda) return;
       constexpr std::size_t rows[] = {1, 1};
-      const Sharing::Reindexing one{buffer.get(), rows};
-      Sharing::reindex(kCaller, {&one, 1});
+      const Buffer::Reindexing one{buffer.get(), rows};
+      Buffer::reindex(kCaller, {&one, 1});
     };
   });
   each_allocation<T>("prefix", [](Bench& bench) {
     return [from = bench.buffer(40), to = bench.buffer(0)] {
       constexpr Interval some[] = {{0, 4}, {4, 8}};
-      Sharing(*to, kCaller).expect({0, 16}, Sharing(*from, kCaller).offer_writable(some));
-      Sharing(*to, kCaller).accept_expected();
+      to->accept(kCaller, {0, 16}, from->offer_writable(kCaller, some), true);
+      to->accept_expected(kCaller);
     };
   });
 }

@@ -14,7 +14,6 @@
 #include "driver/driver.h"
 #include "kv/prefix_index.h"
 #include "tensor/buffer.h"
-#include "tensor/sharing.h"
 
 namespace vtensor {
 namespace {
@@ -89,7 +88,7 @@ struct Units {
     buffer->grow(kCaller, {0, units}, false);
     std::vector<Interval> each;
     for (std::size_t i = 0; i < units; ++i) each.push_back({i, i + 1});
-    for (std::shared_ptr<PageSet>& page_set : Sharing(*buffer, kCaller).offer(each))
+    for (std::shared_ptr<PageSet>& page_set : buffer->offer(kCaller, each))
       prefixes.push_back({std::move(page_set)});
   }
   std::shared_ptr<Buffer> buffer;

@@ -22,7 +22,6 @@
 #include "policy/page_pool.h"
 #include "policy/sleep.h"
 #include "tensor/buffer.h"
-#include "tensor/sharing.h"
 
 namespace vtensor {
 namespace {
@@ -97,13 +96,13 @@ class Rows final : public Subject {
   }
   void own(const Caller& caller, std::size_t item) override {
     const bool copies = buffer_->pool()->traits().kernel_copies_on_write;
-    if (!copies) Sharing(*buffer_, caller).unshare({item, item + 1});
+    if (!copies) buffer_->unshare(caller, {item, item + 1});
   }
   Generation* publish() override { return buffer_->publish(); }
   std::unique_ptr<Subject> fork(const Caller& caller) override {
     const std::vector<std::size_t> rows{0};
     return std::unique_ptr<Subject>(
-        new Rows(Sharing(*buffer_, caller).share(shape(), rows, false), length_, model));
+        new Rows(buffer_->share_rows(caller, shape(), rows, false), length_, model));
   }
 
  private:
@@ -681,7 +680,7 @@ TEST_CASE("a page that sleeps has no private copy") {
   One<OnHost> one(4);
   const std::vector<std::size_t> rows{0};
   const std::shared_ptr<Buffer> fork =
-      Sharing(*one.buffer, kCaller).share(one.buffer->shape(), rows, false);
+      one.buffer->share_rows(kCaller, one.buffer->shape(), rows, false);
   FallAsleep falling(one.pool);
   one.number = falling.next_number();
   falling.add(one.buffer);
