@@ -1,36 +1,33 @@
 #include "kv/free_slots.h"
 
 #include <algorithm>
-#include <limits>
+#include <numeric>
+#include <utility>
 
 #include "base/errors.h"
 
 namespace vtensor {
 
-FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers), listed_as_(buffers.shape().slots) {
-  settling_.reserve(listed_as_.size());
-  for (std::size_t slot = 0; slot < listed_as_.size(); ++slot) list(slot, 0);
+FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers), free_(buffers.shape().slots) {
+  std::iota(free_.begin(), free_.end(), std::size_t{0});
 }
-
-std::size_t FreeSlots::count() const { return ready_.size() + settling_.size(); }
 
 void FreeSlots::require(const Caller& caller, std::size_t n) const {
   if (has(n)) return;
-  throw NoFreeSlot("[", caller.operation, "] need ", n, " free slots, ", count(), " of ",
-                   listed_as_.size(),
+  throw NoFreeSlot("[", caller.operation, "] need ", n, " free slots, ", free_.size(), " of ",
+                   buffers_.shape().slots,
                    " are: free(slot) one, or make the cache with a larger max_batch");
 }
 
-FreeSlots::Fit FreeSlots::fit(std::size_t slot) const {
-  constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
-  Fit fit{true, kAll, kAll};
+std::optional<FreeSlots::Fit> FreeSlots::fit(std::size_t slot) const {
+  Fit fit;
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     const Buffer* buffer = buffers_.of(slot)[group].get();
     if (buffer == nullptr || buffer->vacant()) {
       fit.cached = 0;
       continue;
     }
-    if (!buffer->reusable()) return {};
+    if (!buffer->reusable()) return std::nullopt;
     const Interval cached = buffer->cached();
     fit.before = std::min(fit.before, cached.begin);
     const std::size_t end = cached.begin == 0 ? cached.end * buffers_.pool()->page_size() : 0;
@@ -39,76 +36,24 @@ FreeSlots::Fit FreeSlots::fit(std::size_t slot) const {
   return fit;
 }
 
-void FreeSlots::list(std::size_t slot, std::size_t cached) {
-  ready_.insert({cached, slot});
-  listed_as_[slot] = cached;
-}
-
-// Moves slots from settling_ to ready_ whose pages have left or are cached. Stops at 8 slots that
-// cannot move, so an alloc takes the same time however many slots there are.
-void FreeSlots::admit_settled() {
-  std::size_t looks = 8;
-  while (!settling_.empty() && looks != 0) {
-    std::size_t& at = settling_[next_probe_ % settling_.size()];
-    const Fit seen = fit(at);
-    if (!seen.ready) {
-      ++next_probe_;
-      --looks;
-      continue;
-    }
-    list(at, seen.cached);
-    at = settling_.back();
-    settling_.pop_back();
+// The slot that costs least, and of several the first.
+FreeSlots::Choice FreeSlots::cheapest(const Cost& cost) const {
+  Choice best;
+  std::size_t least = kAll;
+  for (const std::size_t slot : free_) {
+    const std::optional<Fit> seen = fit(slot);
+    const Choice costs = seen ? cost(*seen) : std::nullopt;
+    if (!costs || (best && std::pair(*costs, slot) > std::pair(least, *best))) continue;
+    best = slot;
+    least = *costs;
   }
-}
-
-// Whether a ready slot still has the cached pages that it is listed under; lists it anew if not.
-bool FreeSlots::confirm(Ready::iterator listed, Fit& seen) {
-  const auto [cached, slot] = *listed;
-  seen = fit(slot);
-  if (seen.ready && seen.cached == cached) return true;
-  ready_.erase(listed);
-  if (seen.ready) {
-    list(slot, seen.cached);
-  } else {
-    add(slot);
-  }
-  return false;
-}
-
-// The slot with the fewest cached positions that suffice, or else with the most.
-FreeSlots::Choice FreeSlots::choose(std::size_t expected) {
-  admit_settled();
-  while (!ready_.empty()) {
-    auto found = expected == 0 ? ready_.end() : ready_.lower_bound({expected, 0});
-    if (found == ready_.end()) found = ready_.lower_bound({ready_.rbegin()->first, 0});
-    Fit seen;
-    if (confirm(found, seen)) return found->second;
-  }
-  return std::nullopt;
-}
-
-// A slot with nothing mapped below `pages`. In the order of ready_, every slot after the first with
-// cached positions has page 0 mapped too.
-FreeSlots::Choice FreeSlots::choose_empty(std::size_t pages) {
-  admit_settled();
-  for (auto listed = ready_.begin(); listed != ready_.end();) {
-    Fit seen;
-    if (!confirm(listed, seen)) {
-      listed = ready_.begin();
-      continue;
-    }
-    if (seen.before >= pages) return listed->second;
-    if (seen.cached != 0) break;
-    ++listed;
-  }
-  return std::nullopt;
+  return best;
 }
 
 // Whether pages of some free slot are on their way out, as far as the driver lets them go.
 bool FreeSlots::leaving() const {
-  return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t slot) VT_LOCKED {
-    return !fit(slot).ready && refusal(slot) == nullptr;
+  return std::any_of(free_.begin(), free_.end(), [this](std::size_t slot) VT_LOCKED {
+    return !fit(slot) && refusal(slot) == nullptr;
   });
 }
 
@@ -120,22 +65,18 @@ std::exception_ptr FreeSlots::refusal(std::size_t slot) const {
   return nullptr;
 }
 
-// Has the slot with the fewest cached positions give them back. False if none has any.
+// Has the slot with the fewest cached positions give its pages back. False if none has any.
 bool FreeSlots::evict_one() {
-  for (const auto& [cached, slot] : ready_) {
-    bool evicted = false;
-    for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) {
-      if (!buffer || buffer->cached().empty()) continue;
-      buffer->evict();
-      evicted = true;
-    }
-    if (evicted) return true;
+  const Choice slot = cheapest(
+      [](const Fit& fit) { return fit.before == kAll ? std::nullopt : Choice(fit.cached); });
+  if (!slot) return false;
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.of(*slot)) {
+    if (buffer && !buffer->cached().empty()) buffer->evict();
   }
-  return false;
+  return true;
 }
 
-// The slot that `choose` names, with the pool's lock held.
-std::size_t FreeSlots::take(const Caller& caller, const std::function<Choice()>& choose) {
+std::size_t FreeSlots::take(const Caller& caller, const Cost& cost) {
   require(caller, 1);
   const std::shared_ptr<PagePool>& pool = buffers_.pool();
   for (;;) {
@@ -143,37 +84,41 @@ std::size_t FreeSlots::take(const Caller& caller, const std::function<Choice()>&
     {
       PoolLock lock(pool);
       pool->reap();
-      slot = choose();
-      if (!slot) {
+      const auto choose = [&]() VT_LOCKED {
+        do {
+          slot = cheapest(cost);
+        } while (!slot && !leaving() && evict_one());
+        return slot.has_value();
+      };
+      if (!choose()) {
         pool->await(lock, caller.operation, "the work that used the pages of a freed slot",
                     [&]() VT_LOCKED {
                       static_cast<void>(pool->settle_all(lock));
-                      slot = choose();
-                      if (slot || leaving()) return slot.has_value();
-                      for (const std::size_t stays : settling_) {
+                      if (choose() || leaving()) return slot.has_value();
+                      for (const std::size_t stays : free_) {
                         if (refusal(stays)) std::rethrow_exception(refusal(stays));
                       }
                       return false;
                     });
       }
     }
-    if (!slot || !buffers_.place(caller, *slot)) continue;
-    ready_.erase({listed_as_[*slot], *slot});
+    // The pool takes cached pages back without asking, so the slot may be another by now.
+    if (!buffers_.place(caller, *slot)) continue;
+    std::erase(free_, *slot);
     return *slot;
   }
 }
 
 std::size_t FreeSlots::take(const Caller& caller, std::size_t expected) {
-  return take(caller, [&]() VT_LOCKED { return choose(expected); });
+  const std::size_t enough = expected == 0 ? kAll : expected;
+  return take(caller, [enough](const Fit& fit) -> Choice {
+    return fit.cached >= enough ? fit.cached - enough : kAll - fit.cached;
+  });
 }
 
-std::size_t FreeSlots::take_empty(const Caller& caller, std::span<const std::size_t> pages) {
-  const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
-  return take(caller, [&]() VT_LOCKED -> Choice {
-    for (;;) {
-      const Choice slot = choose_empty(most);
-      if (slot || leaving() || !evict_one()) return slot;
-    }
+std::size_t FreeSlots::take_empty(const Caller& caller, std::size_t pages) {
+  return take(caller, [pages](const Fit& fit) {
+    return fit.before >= pages ? Choice(fit.cached) : std::nullopt;
   });
 }
 
