@@ -296,11 +296,6 @@ def use_tensor_classes(*, open: object, copy_on_write: object, asleep: object, c
     Sets the classes of a VTensor: open, with shared pages at which a write faults, asleep, and closed.
     """
 
-def use_exchange_api(use: bool) -> None:
-    """
-    For tests: whether to read tensors by DLPack's C exchange API. Without it, as with an older torch, they are read by Python attributes.
-    """
-
 class ReaderFiles:
     """Descriptors that are closed with it."""
 

@@ -8,7 +8,6 @@ namespace vtensor::bind {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-void bind_errors(nb::module_& module);
 void bind_pool(nb::module_& module);
 void bind_tensor(nb::module_& module);
 void bind_reader(nb::module_& module);
@@ -19,7 +18,6 @@ void bind_heap(nb::module_& module);
 void bind_sleep(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_trace(nb::module_& module);
-void bind_faults(nb::module_& module);
 
 // Binds fields of a struct as read-only properties, each given as a VT_FIELD.
 #define VT_FIELD(Struct, field) #field, &Struct::field

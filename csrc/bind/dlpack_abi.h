@@ -30,12 +30,6 @@ struct Tensor {
   std::uint64_t byte_offset;
 };
 
-struct ManagedTensor {  // "dltensor" capsules
-  Tensor tensor;
-  void* context;
-  void (*deleter)(ManagedTensor*);
-};
-
 struct Version {
   std::uint32_t major;
   std::uint32_t minor;

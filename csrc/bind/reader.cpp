@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -53,16 +54,16 @@ class ReaderCore {
   }
 
   bool sync() {
-    const Operation operation(*this);
+    const auto lock = begin();
     RangeReaders& readers = open();
-    const Caller caller = operation.caller();
+    const Caller caller = this->caller();
     const bool stale = readers.stale();
     // Of anything new it may have to wait for the writer.
     return stale ? without_gil([&] { return readers.sync(caller, true); })
                  : readers.sync(caller, false);
   }
   void record_stream(Stream stream) {
-    const Operation operation(*this);
+    const auto lock = begin();
     WriterMemory& memory = open().memory();
     memory.driver().require_own("reader", stream);
     memory.note({"reader", stream});  // as a stream of torch's: it is used again when pages go
@@ -72,7 +73,7 @@ class ReaderCore {
     return TorchBridge::get().storage_over(readers_, device(), range.base(), bytes(i));
   }
   void close() {
-    const Operation operation(*this);
+    const auto lock = begin();
     // On a device the last one waits for what reads there.
     std::shared_ptr<RangeReaders> last = std::move(readers_);
     without_gil([&] { last.reset(); });
@@ -80,18 +81,18 @@ class ReaderCore {
   bool closed() const { return readers_ == nullptr; }
   std::size_t ranges() const { return closed() ? 0 : readers_->size(); }
   std::vector<std::uint64_t> words() {
-    const Operation operation(*this);
+    const auto lock = begin();
     const std::span<const std::uint64_t> words = open().at(0).words();
     return {words.begin(), words.end()};
   }
   std::size_t page_size() const { return open().memory().driver().traits().page_size; }
   std::size_t bytes(std::size_t i) const { return open().at(i).pages() * page_size(); }
   std::size_t mapped(std::size_t i) {
-    const Operation operation(*this);
+    const auto lock = begin();
     return open().at(i).mapped();
   }
   std::vector<PageRecord> pages(std::size_t i, std::size_t rows) {
-    const Operation operation(*this);
+    const auto lock = begin();
     const RangeReader& range = open().at(i);
     const std::size_t row_pages = range.pages() / rows;
     std::vector<PageRecord> records;
@@ -105,23 +106,13 @@ class ReaderCore {
   CallMeter& meter() const { return open().memory().driver().meter(); }
 
  private:
-  // One at a time. Refused for what a forked child has of its parent.
-  class Operation {
-   public:
-    explicit Operation(ReaderCore& core) : core_(core) {
-      if (core.readers_ && core.readers_->left_behind()) refuse_in_forked_child("reader");
-      core.mutex_.lock("reader");
-    }
-    ~Operation() { core_.mutex_.unlock(); }
-    Operation(const Operation&) = delete;
-    Operation& operator=(const Operation&) = delete;
-
-    Caller caller() const { return {"reader", TorchBridge::get().current_stream(core_.device())}; }
-
-   private:
-    ReaderCore& core_;
-  };
-
+  // One operation at a time. Refused for what a forked child has of its parent.
+  std::unique_lock<OperationMutex> begin() {
+    if (readers_ && readers_->left_behind()) refuse_in_forked_child("reader");
+    mutex_.lock("reader");
+    return {mutex_, std::adopt_lock};
+  }
+  Caller caller() const { return {"reader", TorchBridge::get().current_stream(device())}; }
   Device device() const { return open().memory().driver().traits().device; }
   RangeReaders& open() const {
     if (closed()) throw Closed("[reader] the reader is closed: receive the object again");

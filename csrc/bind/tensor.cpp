@@ -131,11 +131,6 @@ void bind_tensor(nb::module_& module) {
       "asleep"_a, "closed"_a,
       "Sets the classes of a VTensor: open, with shared pages at which a write faults, asleep, "
       "and closed.");
-
-  module.def(
-      "use_exchange_api", [](bool use) { TorchBridge::get().use_exchange_api(use); }, "use"_a,
-      "For tests: whether to read tensors by DLPack's C exchange API. Without it, as with an older "
-      "torch, they are read by Python attributes.");
 }
 
 }  // namespace vtensor::bind

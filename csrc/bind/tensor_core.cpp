@@ -65,7 +65,7 @@ class TensorCore::Operation : public SoleOperation {
     core.buffer_->raise_error(name);
     if (!self.is_valid()) return;
     undressed_.emplace(core, self);
-    if (core.torch_.is_set(self, *core.buffer_, core.positions_)) return;
+    if (core.is_set(self)) return;
     core.publish(self);
     throw Error(
         "[", name,
@@ -134,9 +134,9 @@ trace::Span TensorCore::traced(trace::What what, std::size_t first, std::size_t 
 }
 
 void TensorCore::use(std::shared_ptr<Buffer> buffer) {
-  TorchStorage::Strides strides;
+  Strides strides;
   try {
-    strides = torch_.strides_of(*buffer);
+    strides = strides_of(*buffer);
   } catch (...) {
     buffer->abandon();
     throw;
@@ -144,9 +144,9 @@ void TensorCore::use(std::shared_ptr<Buffer> buffer) {
   use(std::move(buffer), std::move(strides));
 }
 
-void TensorCore::use(std::shared_ptr<Buffer> buffer, TorchStorage::Strides strides) noexcept {
+void TensorCore::use(std::shared_ptr<Buffer> buffer, Strides strides) noexcept {
   buffer_.swap(buffer);
-  torch_.set_strides(std::move(strides));
+  strides_ = std::move(strides);
   if (buffer) buffer->abandon();
 }
 
@@ -161,7 +161,7 @@ void TensorCore::use_shared(std::shared_ptr<Buffer> buffer, std::size_t length, 
 template <typename Body>
 void TensorCore::while_detached(nb::handle self, const Body& body) {
   begin_sharing(self);
-  torch_.detach(self);
+  detach(self);
   try {
     body();
   } catch (...) {
@@ -201,7 +201,7 @@ void TensorCore::dress_at_end(nb::handle self) noexcept {
   } catch (nb::python_error& refused) {
     refused.discard_as_unraisable(self);
     try {
-      torch_.detach(self);
+      detach(self);
     } catch (nb::python_error& error) {
       error.discard_as_unraisable(self);
     }
@@ -224,7 +224,7 @@ void TensorCore::attach(nb::handle self, std::size_t length) {
   const Undressed undressed(*this, self);
   if (may_copy_on_write_) begin_sharing(self);
   if (positions_.empty() && length != 0) {
-    torch_.detach(self);
+    detach(self);
     grow(self, operation, length);
   } else {
     publish(self);
@@ -278,7 +278,7 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
   bool copied = false;
   try {
     copied = source != nullptr && fill_from(*source, before.end, n);
-    torch_.update(self, *buffer_, positions_);
+    update(self);
   } catch (...) {
     positions_ = before;
     retract(caller);
@@ -347,7 +347,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
         "the source is not strided: make it dense, with x.to_dense(), or x.to_padded_tensor(0.0) "
         "if it is nested");
   // Asking torch for an attribute costs as much as reading all the facts.
-  if (!from.has_dtype_of(torch_.facts())) {
+  if (!from.has_dtype_of(facts_)) {
     if (nb::object dtype = nb::getattr(source, "dtype"); !dtype.is(spec_.dtype))
       refuse(name, "the tensor holds ", text(spec_.dtype), ", the source ", text(dtype),
              ": convert it with x.to(t.dtype)");
@@ -357,7 +357,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
     fits = dim == spec_.grow_dim || from.shape[dim] == spec_.sizes[dim];
   if (!fits)
     refuse(name, "the source has shape ", shape_text(from.shape), ", the tensor ",
-           shape_text(torch_.facts().shape), ": all but dimension ", spec_.grow_dim, " must agree");
+           shape_text(facts_.shape), ": all but dimension ", spec_.grow_dim, " must agree");
   if (!(from.device == buffer_->pool()->traits().device))
     refuse(name, "the tensor is on ", text(spec_.device), ", the source on ",
            text(nb::getattr(source, "device")), ": move it with x.to(t.device)");
@@ -386,7 +386,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
   } catch (...) {
     positions_.end -= n;
     retract(operation.caller());
-    torch_.update(self, *buffer_, positions_);
+    update(self);
     throw;
   }
 }
@@ -421,7 +421,7 @@ void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::size
   positions_ = after;
   retract(caller);
   try {
-    torch_.update(self, *buffer_, positions_);
+    update(self);
   } catch (...) {
     positions_ = before;
     // Makes no driver call: the tensor's storage still holds the pages.
@@ -452,7 +452,7 @@ void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
   const trace::Span span = traced(trace::What::shrink, positions_.begin, length());
   const Undressed undressed(*this, self);
   without_gil([&] { buffer_->use(caller); });
-  torch_.detach(self);
+  detach(self);
   leave(self);
 }
 
@@ -552,7 +552,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
   try {
     for (const Reindexing& tensor : tensors) {
       tensor.core->begin_sharing(tensor.self);
-      tensor.core->torch_.detach(tensor.self);
+      tensor.core->detach(tensor.self);
     }
     std::vector<Buffer::Reindexing> in_place;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -569,7 +569,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
           moved = buffer.share_rows(operations[i]->caller(), shape, rows, false);
         }
       });
-      if (moved) strides = core->torch_.strides_of(*moved);
+      if (moved) strides = core->strides_of(*moved);
     }
     if (!in_place.empty()) {
       const Operation& first = *operations.front();

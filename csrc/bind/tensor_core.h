@@ -1,4 +1,5 @@
-// The C++ half of a VTensor: its buffer, its length, and its operations.
+// The C++ half of a VTensor: its buffer, its length, its operations, and the storage, sizes and
+// strides that torch has of it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,11 +16,26 @@
 #include "base/trace.h"
 #include "bind/operation.h"
 #include "bind/sharing.h"
-#include "bind/torch_storage.h"
+#include "bind/torch_bridge.h"
 #include "policy/sleep.h"
 #include "tensor/buffer.h"
 
 namespace vtensor::bind {
+
+struct TensorSpec {
+  std::vector<std::int64_t> sizes;  // sizes[grow_dim] is the initial length
+  std::size_t grow_dim = 0;
+  std::size_t capacity = 0;
+  nb::object dtype;
+  nb::object device;
+  std::size_t item_size = 0;
+  bool zeroed = false;          // positions that extend adds read as zeros
+  bool move_when_full = false;  // if front shrinks used up the capacity, move instead of raising
+
+  std::int64_t size(std::size_t dim, std::size_t length) const {
+    return dim == grow_dim ? static_cast<std::int64_t>(length) : sizes[dim];
+  }
+};
 
 // Methods take the VTensor first, and set its class. They are called with the GIL held. Each is one
 // call from Python, so no exception from outside interrupts it (I17). They convert Python's
@@ -44,13 +60,18 @@ class TensorCore {
   void shrink(nb::handle self, nb::handle n, nb::handle front, std::optional<Stream> stream);
   void truncate(nb::handle self, nb::handle length, std::optional<Stream> stream);
   void unshare(nb::handle self, nb::handle start, nb::handle stop);
+  // Of a buffer's rows.
+  struct Strides {
+    std::vector<std::int64_t> values;
+    nb::object tuple;
+  };
   struct Reindexing {
     TensorCore* core;
     nb::handle self;
     std::vector<std::int64_t> index;
     std::vector<std::size_t> rows = {};       // that the index selects
     std::shared_ptr<Buffer> moved = nullptr;  // null if the rows stay in place
-    TorchStorage::Strides strides = {};       // of `moved`
+    Strides strides = {};                     // of `moved`
   };
   // Changes all of them, or none if one is refused. In the same call, updates the first dict of
   // each pair in `states` with the second.
@@ -101,7 +122,18 @@ class TensorCore {
   void move_to_front(nb::handle self, const Operation& operation, std::size_t n, bool populate);
   template <typename Body>
   void while_detached(nb::handle self, const Body& body);
-  void publish(nb::handle self) { torch_.publish(self, *buffer_, positions_); }
+  // Throws what Python does.
+  Strides strides_of(const Buffer& buffer) const;
+  // Whether torch has the storage, sizes and strides that were set last; facts_ is then what it
+  // has.
+  bool is_set(nb::handle self);
+  // Publishes a generation over the positions, and sets it as the tensor's storage.
+  void publish(nb::handle self);
+  // The same. Keeps the present generation if that covers the positions.
+  void update(nb::handle self);
+  // Takes the tensor off its storage, so that only views hold generations of the buffer.
+  void detach(nb::handle self);
+  void set(nb::handle self, nb::object storage, Interval indices, std::size_t length);
   void begin_sharing(nb::handle self);
   void dress(nb::handle self);
   void dress_at_end(nb::handle self) noexcept;
@@ -109,7 +141,7 @@ class TensorCore {
   // The buffer is the tensor's from now on, and the one before is abandoned. If the strides cannot
   // be made, `buffer` is abandoned, and nothing is changed.
   void use(std::shared_ptr<Buffer> buffer);
-  void use(std::shared_ptr<Buffer> buffer, TorchStorage::Strides strides) noexcept;
+  void use(std::shared_ptr<Buffer> buffer, Strides strides) noexcept;
   // `use` of pages shared with another buffer. `unclean`: bytes past `length` in them are not this
   // tensor's (I7).
   void use_shared(std::shared_ptr<Buffer> buffer, std::size_t length, bool unclean);
@@ -118,9 +150,11 @@ class TensorCore {
 
   std::shared_ptr<Buffer> buffer_;  // null once closed
   TensorSpec spec_;
-  TorchStorage torch_{spec_};
-  TensorFacts source_;  // of the last append; kept for its memory
   Interval positions_;
+  Strides strides_;
+  nb::object storage_;
+  Interval published_;              // page indices under storage_
+  TensorFacts facts_, source_;      // of the tensor, and of the last append; kept for their memory
   std::size_t stale_until_ = 0;     // positions below this may hold bytes that growth must not show
   bool may_copy_on_write_ = false;  // whether a page may be shared and a write to it fault
   OperationMutex mutex_{"tensor"};

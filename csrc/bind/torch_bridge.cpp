@@ -30,28 +30,19 @@ TorchBridge& TorchBridge::get() {
 }
 
 TorchBridge::TorchBridge() {
-  if (nb::hasattr(tensor_type_, "__dlpack_c_exchange_api__")) {
-    nb::object capsule = tensor_type_.attr("__dlpack_c_exchange_api__");
-    const auto* api = static_cast<const dlpack::ExchangeApi*>(
-        PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-    if (!api) throw nb::python_error();
-    if (api->version.major == 1) available_ = api;
-  }
-  api_ = available_;
+  const nb::object capsule = tensor_type_.attr("__dlpack_c_exchange_api__");
+  api_ = static_cast<const dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (!api_) throw nb::python_error();
+  if (api_->version.major != 1)
+    throw Error("[vtensor] torch has DLPack ", api_->version.major, ": need 1");
 }
-
-void TorchBridge::use_exchange_api(bool use) { api_ = use ? available_ : nullptr; }
 
 Stream TorchBridge::current_stream(Device device) {
   if (device.type != 2) return 0;
-  if (api_ && api_->current_stream) {
-    void* stream = nullptr;
-    if (api_->current_stream(device.type, device.index, &stream) != 0) throw nb::python_error();
-    return reinterpret_cast<Stream>(stream);
-  }
-  if (current_stream_.is_none()) return 0;
-  nb::int_ index(device.index);
-  return nb::cast<Stream>(call(current_stream_, {index.ptr()}));
+  void* stream = nullptr;
+  if (api_->current_stream(device.type, device.index, &stream) != 0) throw nb::python_error();
+  return reinterpret_cast<Stream>(stream);
 }
 
 bool TorchBridge::empty_cache() {
@@ -67,7 +58,7 @@ bool TorchBridge::empty_cache() {
 
 bool TorchBridge::borrow(nb::handle object, dlpack::Tensor& seen) {
   const auto type = reinterpret_cast<PyTypeObject*>(tensor_type_.ptr());
-  if (!api_ || !PyObject_TypeCheck(object.ptr(), type)) return false;
+  if (!PyObject_TypeCheck(object.ptr(), type)) return false;
   if (api_->tensor_from_object(object.ptr(), &seen) == 0) return true;
   PyErr_Clear();  // a dtype that DLPack has no number for
   return false;
@@ -157,40 +148,12 @@ std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::
 
 namespace {
 
-// Ends a generation with the storage over it.
-struct EndGeneration {
-  void operator()(Generation* generation) const { generation->client->pool()->end(generation); }
+// A tensor of bytes as DLPack hands it over, which ends with torch's storage.
+struct Export {
+  dlpack::ManagedTensorVersioned managed;
+  std::int64_t bytes, stride = 1;
+  std::shared_ptr<void> owner;
 };
-
-// A DLPack tensor, which torch takes over. Its deleter drops the owner of the memory.
-template <typename Managed, typename Owner>
-Managed* make_export(Owner owner, Device device, Address address, std::size_t bytes) {
-  struct Export {
-    Managed managed;
-    std::int64_t bytes, stride;
-    Owner owner;
-  };
-  auto* exported = new Export{{}, static_cast<std::int64_t>(bytes), /*stride=*/1, std::move(owner)};
-  Managed& managed = exported->managed;
-  managed.context = exported;
-  managed.deleter = [](Managed* ended) {
-    const std::unique_ptr<Export> exported(static_cast<Export*>(ended->context));
-  };
-  managed.tensor = {reinterpret_cast<void*>(address),
-                    device,
-                    1,
-                    dlpack::kUint8,
-                    &exported->bytes,
-                    &exported->stride,
-                    0};
-  return &managed;
-}
-
-void end_unused_capsule(PyObject* capsule) {
-  if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // torch renamed it when it took it over
-  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
-  managed->deleter(managed);
-}
 
 }  // namespace
 
@@ -207,31 +170,27 @@ WithoutModes::~WithoutModes() {
   disabled_.attr("__exit__")(nb::none(), nb::none(), nb::none());
 }
 
-template <typename Owner>
-nb::object TorchBridge::tensor_over(Owner owner, Device device, Address address,
-                                    std::size_t bytes) {
+nb::object TorchBridge::storage_over(std::shared_ptr<void> owner, Device device, Address address,
+                                     std::size_t bytes) {
   const WithoutModes plain;
-  if (api_) {
-    auto* managed =
-        make_export<dlpack::ManagedTensorVersioned>(std::move(owner), device, address, bytes);
-    managed->version = {1, 0};
-    void* tensor = nullptr;
-    if (api_->object_from_managed(managed, &tensor) != 0) throw nb::python_error();
-    return nb::steal(static_cast<PyObject*>(tensor));
-  }
-  auto* managed = make_export<dlpack::ManagedTensor>(std::move(owner), device, address, bytes);
-  PyObject* capsule = PyCapsule_New(managed, "dltensor", end_unused_capsule);
-  if (!capsule) {
-    managed->deleter(managed);
-    throw nb::python_error();
-  }
-  nb::object owning = nb::steal(capsule);
-  return call(from_dlpack_, {capsule});
-}
-
-template <typename Owner>
-nb::object TorchBridge::storage_of(Owner owner, Device device, Address address, std::size_t bytes) {
-  nb::object storage = this->storage(tensor_over(std::move(owner), device, address, bytes));
+  auto* exported = new Export{
+      .managed = {}, .bytes = static_cast<std::int64_t>(bytes), .owner = std::move(owner)};
+  dlpack::ManagedTensorVersioned& managed = exported->managed;
+  managed.version = {1, 0};
+  managed.context = exported;
+  managed.deleter = [](dlpack::ManagedTensorVersioned* ended) {
+    const std::unique_ptr<Export> exported(static_cast<Export*>(ended->context));
+  };
+  managed.tensor = {reinterpret_cast<void*>(address),
+                    device,
+                    1,
+                    dlpack::kUint8,
+                    &exported->bytes,
+                    &exported->stride,
+                    0};
+  void* tensor = nullptr;
+  if (api_->object_from_managed(&managed, &tensor) != 0) throw nb::python_error();
+  nb::object storage = this->storage(nb::steal(static_cast<PyObject*>(tensor)));
   // Torch keeps the Python object and its attributes as long as the storage lives. Copying the
   // whole dict takes half the time of setting each attribute.
   nb::object attributes = nb::steal(PyDict_Copy(private_.ptr()));
@@ -242,13 +201,9 @@ nb::object TorchBridge::storage_of(Owner owner, Device device, Address address, 
 }
 
 nb::object TorchBridge::storage_over(Generation* generation, Address address, std::size_t bytes) {
-  return storage_of(std::unique_ptr<Generation, EndGeneration>(generation),
-                    generation->client->pool()->traits().device, address, bytes);
-}
-
-nb::object TorchBridge::storage_over(std::shared_ptr<void> owner, Device device, Address address,
-                                     std::size_t bytes) {
-  return storage_of(std::move(owner), device, address, bytes);
+  const Device device = generation->client->pool()->traits().device;
+  const auto end = [](Generation* ended) { ended->client->pool()->end(ended); };
+  return storage_over(std::shared_ptr<void>(generation, end), device, address, bytes);
 }
 
 nb::object TorchBridge::detach(nb::handle tensor) {

@@ -68,12 +68,11 @@ class TorchBridge {
   // False if `tensor` is not strided, or nested. Ignores conjugate and negative bits.
   bool read(nb::handle tensor, TensorFacts& facts);
 
-  // A storage over `generation`, whose end ends the generation. `address` and `bytes` are the
-  // extent. The storage refuses to be shared with other processes.
-  nb::object storage_over(Generation* generation, Address address, std::size_t bytes);
-  // The same over memory that `owner` keeps.
+  // A storage over memory that `owner` keeps. It refuses to be shared with other processes.
   nb::object storage_over(std::shared_ptr<void> owner, Device device, Address address,
                           std::size_t bytes);
+  // The same over the extent of `generation`, which ends with the storage.
+  nb::object storage_over(Generation* generation, Address address, std::size_t bytes);
   nb::object empty_storage(nb::handle device);
   // The storage of `tensor`. All tensors over it share this Python object.
   nb::object storage(nb::handle tensor) { return call(untyped_storage_, {tensor.ptr()}); }
@@ -107,18 +106,11 @@ class TorchBridge {
   std::shared_ptr<std::byte> host_memory(const char* operation, std::size_t bytes, bool pinned,
                                          const char* remedy);
 
-  // For tests of releases without DLPack's C exchange API: false reads by Python attributes.
-  void use_exchange_api(bool use);
-
  private:
   friend class WithoutModes;
 
   TorchBridge();
   static bool is_true(nb::handle object) { return object.is(nb::bool_(true)); }
-  template <typename Owner>
-  nb::object storage_of(Owner owner, Device device, Address address, std::size_t bytes);
-  template <typename Owner>
-  nb::object tensor_over(Owner owner, Device device, Address address, std::size_t bytes);
 
   const nb::object torch_ = nb::module_::import_("torch");
   const nb::object tensor_type_ = torch_.attr("Tensor");
@@ -132,18 +124,13 @@ class TorchBridge {
   const nb::object is_neg_ = tensor_type_.attr("is_neg");
   const nb::object is_conj_ = tensor_type_.attr("is_conj");
   const nb::object grad_enabled_ = torch_.attr("is_grad_enabled");
-  const nb::object from_dlpack_ = torch_.attr("_C").attr("_from_dlpack");
   const nb::object count_modes_ = torch_.attr("_C").attr("_len_torch_dispatch_stack");
   const nb::object disable_modes_ = torch_.attr("_C").attr("_DisableTorchDispatch");
-  // None in builds without CUDA.
-  const nb::object current_stream_ =
-      nb::getattr(torch_.attr("_C"), "_cuda_getCurrentRawStream", nb::none());
   // Attributes for storages of ours.
   const nb::object private_ =
       nb::module_::import_("vtensor._base.processes").attr("STORAGE_METHODS");
   const nb::object empty_bytes_ =
       nb::module_::import_("vtensor._base.torch_modes").attr("empty_bytes");
-  const dlpack::ExchangeApi* available_ = nullptr;
   const dlpack::ExchangeApi* api_ = nullptr;
 };
 

@@ -1,8 +1,10 @@
-#include "bind/torch_storage.h"
+// TensorCore: what torch has of a VTensor: a storage over mapped pages, sizes and strides.
 
 #include <utility>
 
 #include "bind/released_gil.h"
+#include "bind/tensor_core.h"
+#include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
 
@@ -23,7 +25,7 @@ nb::object tuple_of(std::size_t count, Get get) {
 
 }  // namespace
 
-TorchStorage::Strides TorchStorage::strides_of(const Buffer& buffer) const {
+TensorCore::Strides TensorCore::strides_of(const Buffer& buffer) const {
   const std::size_t dims = spec_.sizes.size();
   Strides strides{std::vector<std::int64_t>(dims, 1), {}};
   for (std::size_t dim = dims - 1; dim-- > 0;) {
@@ -36,53 +38,51 @@ TorchStorage::Strides TorchStorage::strides_of(const Buffer& buffer) const {
   return strides;
 }
 
-bool TorchStorage::is_set(nb::handle self, const Buffer& buffer, Interval positions) {
+bool TensorCore::is_set(nb::handle self) {
   const auto& [data, item_bytes, dtype, device, shape, strides] = facts_;
   if (!TorchBridge::get().read(self, facts_) || shape.size() != spec_.sizes.size()) return false;
   for (std::size_t dim = 0; dim < shape.size(); ++dim) {
-    const std::int64_t size = spec_.size(dim, positions.size());
+    const std::int64_t size = spec_.size(dim, positions_.size());
     // torch does not define the stride of a dimension of size 1.
     if (shape[dim] != size || (size > 1 && strides[dim] != strides_.values[dim])) return false;
   }
-  return positions.empty() ||
-         reinterpret_cast<Address>(data) == buffer.address_of(0, positions.begin);
+  return positions_.empty() ||
+         reinterpret_cast<Address>(data) == buffer_->address_of(0, positions_.begin);
 }
 
-void TorchStorage::set(nb::handle self, nb::object storage, const Buffer& buffer,
-                       Interval positions, Interval indices) {
-  const Address begin = buffer.range().address(0, indices.begin);
-  const std::size_t offset = (buffer.address_of(0, positions.begin) - begin) / spec_.item_size;
-  nb::object sizes = tuple_of(spec_.sizes.size(),
-                              [&](std::size_t dim) { return spec_.size(dim, positions.size()); });
+// Sets a storage over the pages of `indices`, and the sizes for `length` positions.
+void TensorCore::set(nb::handle self, nb::object storage, Interval indices, std::size_t length) {
+  std::size_t offset = 0;
+  if (!indices.empty()) {
+    const Address begin = buffer_->range().address(0, indices.begin);
+    offset = (buffer_->address_of(0, positions_.begin) - begin) / spec_.item_size;
+  }
+  nb::object sizes =
+      tuple_of(spec_.sizes.size(), [&](std::size_t dim) { return spec_.size(dim, length); });
   TorchBridge::get().set(self, storage, offset, sizes, strides_.tuple);
   storage_ = std::move(storage);
   published_ = indices;
 }
 
-void TorchStorage::publish(nb::handle self, Buffer& buffer, Interval positions) {
-  const Interval indices = buffer.indices_of(positions);
+void TensorCore::publish(nb::handle self) {
+  const Interval indices = buffer_->indices_of(positions_);
   if (indices.empty()) return detach(self);
-  const Address begin = buffer.range().address(0, indices.begin);
-  const Address end = buffer.range().address(buffer.shape().rows - 1, indices.end);
-  Generation* generation = buffer.try_publish();
-  if (generation == nullptr) generation = without_gil([&] { return buffer.publish(); });
-  set(self, TorchBridge::get().storage_over(generation, begin, end - begin), buffer, positions,
-      indices);
+  const Address begin = buffer_->range().address(0, indices.begin);
+  const Address end = buffer_->range().address(buffer_->shape().rows - 1, indices.end);
+  Generation* generation = buffer_->try_publish();
+  if (generation == nullptr) generation = without_gil([&] { return buffer_->publish(); });
+  nb::object storage = TorchBridge::get().storage_over(generation, begin, end - begin);
+  set(self, std::move(storage), indices, length());
 }
 
-void TorchStorage::update(nb::handle self, Buffer& buffer, Interval positions) {
-  const Interval indices = buffer.indices_of(positions);
-  if (indices.empty() || !(indices == published_)) return publish(self, buffer, positions);
-  set(self, storage_, buffer, positions, indices);
+void TensorCore::update(nb::handle self) {
+  const Interval indices = buffer_->indices_of(positions_);
+  if (indices.empty() || !(indices == published_)) return publish(self);
+  set(self, storage_, indices, length());
 }
 
-void TorchStorage::detach(nb::handle self) {
-  nb::object storage = TorchBridge::get().empty_storage(spec_.device);
-  nb::object sizes =
-      tuple_of(spec_.sizes.size(), [this](std::size_t dim) { return spec_.size(dim, 0); });
-  TorchBridge::get().set(self, storage, 0, sizes, strides_.tuple);
-  storage_ = std::move(storage);
-  published_ = {};
+void TensorCore::detach(nb::handle self) {
+  set(self, TorchBridge::get().empty_storage(spec_.device), {}, 0);
 }
 
 }  // namespace vtensor::bind

@@ -111,7 +111,7 @@ std::vector<PrefixIndex::Node*> PrefixIndex::idle(std::size_t pages) const {
 
 std::size_t PrefixIndex::pages_of(const Node& node) {
   std::size_t pages = 0;
-  for (const auto& page_set : node.pages) pages += page_set->pages();
+  for (const auto& page_set : node.pages) pages += page_set->all().size();
   return pages;
 }
 

@@ -363,7 +363,8 @@ bool Buffer::copy_on_write() {
 }
 
 const Page* Buffer::shared_at(std::size_t row, std::size_t index) const {
-  if (expected_ != nullptr && expected_->indices.contains(index)) return expected_->at(row, index);
+  if (expected_ != nullptr && expected_->indices().contains(index))
+    return expected_->row(row)[index - expected_->indices().begin];
   const bool shared = index < range_.reserved() && is_copy_on_write(range_.at(row, index));
   return shared ? range_.at(row, index).page() : nullptr;
 }

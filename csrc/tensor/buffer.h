@@ -158,7 +158,7 @@ class Buffer final : public Client {
   std::size_t writable_until(std::size_t position) const VT_LOCKED;
   // Page indices below it are in the extent, or are expected.
   std::size_t owned_until() const VT_LOCKED {
-    return expected_ == nullptr ? extent_.end : expected_->indices.end;
+    return expected_ == nullptr ? extent_.end : expected_->indices().end;
   }
 
   // -- readers in other processes (see vmm/shared_range.h)
@@ -256,7 +256,9 @@ class Buffer final : public Client {
   std::size_t ready_end_ VT_GUARDED = 0, ready_until_ VT_GUARDED = 0;
   LookAhead pace_ VT_GUARDED;
   bool may_keep_ VT_GUARDED = true;  // pages may be cached once the owner has left
-  std::unique_ptr<const ExpectedPages> expected_ VT_GUARDED;  // null once they are mapped
+  // Pages of others that the owner gets, with these positions, once they are mapped; null then.
+  std::unique_ptr<const PageSet> expected_ VT_GUARDED;
+  Interval expected_positions_ VT_GUARDED;
 };
 
 }  // namespace vtensor

@@ -16,42 +16,23 @@ namespace vtensor {
 
 class Buffer;
 
-// One reference to each of some pages, without mappings. Ends with the lock held.
-class PageReferences final : public Ended {
+// Pages of neighbouring indices of every row of a buffer, [row][index], with a reference to each.
+// They are copy-on-write wherever they are mapped. The buffer that they come from may keep them
+// writable until another buffer accepts them; it makes them copy-on-write before it writes there.
+class PageSet final : public Ended {
  public:
-  PageReferences(PageStore& store, std::vector<Page*> pages) VT_LOCKED;
-  ~PageReferences() override VT_LOCKED;
-
-  void reap() noexcept override {}  // its destructor does
-
-  const std::vector<Page*>& pages() const { return pages_; }
-
- private:
-  PageStore& store_;
-  const std::vector<Page*> pages_;
-};
-
-// Pages of neighbouring indices of every row of a buffer, [row][index]. They are copy-on-write
-// wherever they are mapped. The buffer that they come from may keep them writable until another
-// buffer accepts them; it makes them copy-on-write before it writes there.
-class PageSet {
- public:
-  PageSet(std::shared_ptr<PagePool> pool, Interval indices, std::vector<Page*> pages) VT_LOCKED
-      : pool_(std::move(pool)),
-        indices_(indices),
-        references_(std::make_unique<PageReferences>(pool_->store(), std::move(pages))) {}
-  // In any thread, which may have the pool's lock.
-  ~PageSet() { pool_->end(references_.release()); }
-  PageSet(const PageSet&) = delete;
-  PageSet& operator=(const PageSet&) = delete;
+  PageSet(std::shared_ptr<PagePool> pool, Interval indices, std::vector<Page*> pages) VT_LOCKED;
+  ~PageSet() override VT_LOCKED;
+  // The last owner may let it go in any thread, which may have the pool's lock.
+  static std::shared_ptr<PageSet> make(const std::shared_ptr<PagePool>& pool, Interval indices,
+                                       std::vector<Page*> pages) VT_LOCKED;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   Interval indices() const { return indices_; }
   std::span<Page* const> row(std::size_t row) const {
-    return std::span(references_->pages()).subspan(row * indices_.size(), indices_.size());
+    return all().subspan(row * indices_.size(), indices_.size());
   }
-  std::span<Page* const> all() const { return references_->pages(); }
-  std::size_t pages() const { return all().size(); }
+  std::span<Page* const> all() const { return pages_; }
   // Whether some page is mapped, or in another page set.
   bool in_use() const VT_LOCKED;
 
@@ -64,29 +45,14 @@ class PageSet {
   std::shared_ptr<const Origin> origin;
 
  private:
+  void reap() noexcept override {}  // its destructor does
+
   const std::shared_ptr<PagePool> pool_;
   const Interval indices_;
-  std::unique_ptr<PageReferences> references_;
+  const std::vector<Page*> pages_;
 };
 
 using PageSets = std::vector<std::shared_ptr<PageSet>>;
 using PageSetSpan = std::span<const std::shared_ptr<PageSet>>;
-
-// Pages of others, [row][index], that a buffer's owner gets at `indices` once they are mapped
-// there. Ends with the lock held.
-struct ExpectedPages {
-  ExpectedPages(PageStore& store, Interval positions, Interval indices, std::vector<Page*> pages)
-      VT_LOCKED : positions(positions),
-                  indices(indices),
-                  references(store, std::move(pages)) {}
-
-  const Interval positions;
-  const Interval indices;
-  const PageReferences references;
-
-  const Page* at(std::size_t row, std::size_t index) const {
-    return references.pages()[row * indices.size() + index - indices.begin];
-  }
-};
 
 }  // namespace vtensor

@@ -132,7 +132,7 @@ void Buffer::add_page_sets(PageSets& to, std::span<const Interval> indices) cons
       for (std::size_t index = some.begin; index < some.end; ++index)
         pages.push_back(range_.at(row, index).page());
     }
-    to.push_back(std::make_shared<PageSet>(pool_, some, std::move(pages)));
+    to.push_back(PageSet::make(pool_, some, std::move(pages)));
   }
 }
 
@@ -228,8 +228,8 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
                  return range_.count_mapped(indices) == 0;
                });
   range_.reserve(indices);
-  expected_ =
-      std::make_unique<const ExpectedPages>(pool_->store(), positions, indices, std::move(pages));
+  expected_ = std::make_unique<const PageSet>(pool_, indices, std::move(pages));
+  expected_positions_ = positions;
   if (deferred) return;
   try {
     map_expected(lock, caller);
@@ -257,11 +257,11 @@ void Buffer::map_expected(PoolLock& lock, const Caller& caller) {
 
 // All expected pages at once: the owner has a whole prefix, or none of it.
 Reservation::Arrival Buffer::find_expected() const {
-  return range_.shared(expected_->indices, expected_->references.pages());
+  return range_.shared(expected_->indices(), expected_->all());
 }
 
 void Buffer::enter_expected() {
-  assign(expected_->positions, expected_->indices);
+  assign(expected_positions_, expected_->indices());
   expected_.reset();
   range_.event(trace::What::fork, extent_);
 }

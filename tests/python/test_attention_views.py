@@ -93,9 +93,8 @@ def test_slots_by_their_rows(cache):
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_group": 2}, {"layout": "HND"}], ids=str)
-@pytest.mark.parametrize("exchange", [True, False])
-def test_views_know_their_slots_and_tokens(host, options, exchange):
-    """By the first of them that is missing; also in releases of torch without DLPack's exchange API."""
+def test_views_know_their_slots_and_tokens(host, options):
+    """By the first of them that is missing."""
     with vtensor.KVCache(2, HEADS, SIZE, ROWS, 64, torch.float32, pool=host, **options) as made:
         assert made.step([0] * ROWS)
 
@@ -105,20 +104,16 @@ def test_views_know_their_slots_and_tokens(host, options, exchange):
             words = str(caught.value).split()
             return int(words[5]), int(words[1])  # slot, tokens
 
-        vtensor._core.use_exchange_api(exchange)
-        try:
-            for t in made[1]:
-                t = t.transpose(1, 2) if "layout" in options else t
-                assert missing(t) == (0, 2)
-                assert missing(t[1:, 7:]) == (1, 9)
-                assert missing(t[2:, 7::3]) == (2, 11)
-                assert missing(t[2:3, :, 1:]) == (2, 2)
-                assert missing(t[1, 4:], int32(0, 1, 2)) == (1, 6)  # the ends of packed sequences
-                assert views("attend", t, t, False, 0)[2] is made
-                for other in (t[:1, :5].clone(), t[[0, 2], :5]):
-                    assert views("attend", other, other)[2] is None
-        finally:
-            vtensor._core.use_exchange_api(True)
+        for t in made[1]:
+            t = t.transpose(1, 2) if "layout" in options else t
+            assert missing(t) == (0, 2)
+            assert missing(t[1:, 7:]) == (1, 9)
+            assert missing(t[2:, 7::3]) == (2, 11)
+            assert missing(t[2:3, :, 1:]) == (2, 2)
+            assert missing(t[1, 4:], int32(0, 1, 2)) == (1, 6)  # the ends of packed sequences
+            assert views("attend", t, t, False, 0)[2] is made
+            for other in (t[:1, :5].clone(), t[[0, 2], :5]):
+                assert views("attend", other, other)[2] is None
 
 
 # --- what cannot be looked at -------------------------------------------------------------------------------
