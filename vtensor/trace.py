@@ -163,7 +163,7 @@ class Recording:
 def record(capacity: int | None = None) -> Recording:
     """Makes a context manager that records what vtensor does on all threads inside the ``with``.
 
-    One recording runs at a time, in the whole process. It takes 64 bytes an event, allocated as events come.
+    One recording runs at a time, in the whole process. It takes 48 bytes an event, allocated as events come.
 
     Args:
         capacity: events to keep, rounded up to a power of two. The newest stay. Defaults to 1,048,576.

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "base/recording.h"
 #include "base/trace.h"
 
 using namespace vtensor::trace;

@@ -1,6 +1,6 @@
 // The points of the trace (I16), at which the core and its drivers say what they do: for Perfetto,
-// for notebooks, and for finding out why a step was slow. No allocation, no lock, no Python.
-// Without a recording (base/recording.h) a point costs one relaxed load.
+// for notebooks, and for finding out why a step was slow. No allocation, no Python. Without a
+// Recording a point costs one relaxed load.
 #pragma once
 
 #include <array>
@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
+#include <vector>
 
 #include "base/calls.h"
 
@@ -53,7 +54,7 @@ inline bool recording() { return on.load(std::memory_order_relaxed); }
 // Recording converts them to Unix time.
 std::uint64_t now() noexcept;
 
-// Puts one event of the calling thread in the ring, if a recording runs. `begin` and `end` are
+// Gives one event of the calling thread to the recording, if one runs. `begin` and `end` are
 // times of now(), equal for an event without a duration. `subject` is the first address of the
 // tensor's range, 0 if there is none.
 void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t address,
@@ -87,6 +88,54 @@ class Span {
   const std::uint64_t begin_, address_, bytes_, subject_;
   const What what_;
   const Call call_;
+};
+
+struct Event {
+  std::uint64_t begin;     // nanoseconds of Unix time, which torch's profiler writes too
+  std::uint64_t duration;  // nanoseconds
+  std::uint64_t address;
+  std::uint64_t bytes;
+  std::uint64_t subject;  // the first address of a tensor's range; 0: of no tensor
+  std::uint32_t thread;   // as the kernel numbers it
+  What what;
+  Call call;  // Call::count_ unless `what` is driver_call
+  ThreadRole role;
+};
+
+// The newest of the events that begin and end between its making and stop(). One runs at a time.
+// It has memory for events that came. All methods may be called from any thread. In a forked child
+// nothing is recorded, and events() and dropped() throw (I13).
+class Recording {
+ public:
+  // 48 MiB if so many events come: 4,096 decode steps over the K and V of 64 layers, two events
+  // each.
+  static constexpr std::size_t kDefaultCapacity = std::size_t{1} << 20;
+
+  // Room for at least `capacity` events, at most 2^28. Throws Error while another runs.
+  explicit Recording(std::size_t capacity);
+  ~Recording();
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+  // A second call does nothing.
+  void stop();
+  // Those so far, sorted by begin; of two with the same begin the longer first.
+  std::vector<Event> events() const;
+  // How many events newer ones have replaced.
+  std::uint64_t dropped() const;
+
+  std::size_t capacity() const { return capacity_; }
+  std::uint64_t started() const { return start_ + unix_offset_; }
+
+ private:
+  friend void record(What, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                     std::uint64_t, Call) noexcept;
+
+  const std::size_t capacity_;
+  Event* ring_;                // event number n is at n % capacity_
+  std::uint64_t count_ = 0;    // events that came
+  std::uint64_t start_;        // as now() gives it
+  std::uint64_t unix_offset_;  // Unix time less now()
 };
 
 }  // namespace vtensor::trace

@@ -8,7 +8,6 @@
 #include <string_view>
 #include <vector>
 
-#include "base/recording.h"
 #include "bind/bindings.h"
 #include "bind/released_gil.h"
 
@@ -18,7 +17,7 @@ namespace {
 
 // Rows in the order of the fields of vtensor.trace.Event. Equal names are one object, because there
 // may be a million rows.
-nb::list rows(trace::Recording& recording) {
+nb::list rows(const trace::Recording& recording) {
   std::vector<trace::Event> events;
   {
     const ReleasedGil released;
