@@ -158,33 +158,6 @@ void describe(Text& text, const Range& range, std::uintptr_t at, int signal, con
   text << "\n";
 }
 
-// Keeps a write to a closed pipe from ending the process with SIGPIPE.
-class PipeSignalBlocked {
- public:
-  PipeSignalBlocked() noexcept {
-    sigemptyset(&pipe_);
-    sigaddset(&pipe_, SIGPIPE);
-    sigset_t pending;
-    sigpending(&pending);
-    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
-    pthread_sigmask(SIG_SETMASK, nullptr, &before_);
-    sigset_t now = before_;
-    sigaddset(&now, SIGPIPE);
-    pthread_sigmask(SIG_SETMASK, &now, nullptr);
-  }
-  ~PipeSignalBlocked() {
-    const timespec now{};
-    if (!was_pending_) sigtimedwait(&pipe_, nullptr, &now);
-    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-  PipeSignalBlocked(const PipeSignalBlocked&) = delete;
-  PipeSignalBlocked& operator=(const PipeSignalBlocked&) = delete;
-
- private:
-  sigset_t pipe_, before_;
-  bool was_pending_;
-};
-
 long milliseconds() noexcept {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -196,7 +169,6 @@ long milliseconds() noexcept {
 // does not know RWF_NOWAIT takes single bytes, for which poll() has found room, unless no reader
 // empties it.
 void write_in_time(int to, std::string_view text) noexcept {
-  const PipeSignalBlocked no_signal;
   struct stat file{};
   const bool on_disk = fstat(to, &file) == 0 && S_ISREG(file.st_mode);
   int flags = on_disk ? 0 : RWF_NOWAIT;
