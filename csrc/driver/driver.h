@@ -202,6 +202,9 @@ struct HostOptions {
   // The file that another driver exported, if not -1: this one owns it, and reads what that one
   // maps. It makes no handles and writes to none.
   int memory = -1;
+  // What the driver's mappings are counted against: the process's limit, if null. A test may have
+  // one, which lives as long as the driver.
+  class MapLimit* limit = nullptr;
 };
 std::unique_ptr<Driver> make_host_driver(const HostOptions& options);
 // Bytes of the host's memory that this process may still take.

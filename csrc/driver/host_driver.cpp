@@ -1,14 +1,14 @@
 // The host: a handle is a page number in one sparse memfd, a mapped page a mapping of it. Addresses
 // that are reserved and not mapped are a read-only anonymous mapping, so a walk over a hole reads
 // zeros.
-#include "driver/host_driver.h"
-
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -18,14 +18,15 @@
 #include <utility>
 
 #include "base/align.h"
+#include "base/descriptor.h"
 #include "base/errors.h"
 #include "base/process.h"
 #include "base/system_errors.h"
 #include "base/trace.h"
+#include "driver/driver.h"
 #include "driver/host_copies.h"
 #include "driver/host_fork.h"
-#include "driver/host_memory.h"
-#include "driver/pagemap.h"
+#include "driver/host_map_limit.h"
 
 #ifndef MADV_POPULATE_READ  // Linux 5.14
 #define MADV_POPULATE_READ 22
@@ -77,12 +78,48 @@ std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
                         ": choose one of these, or leave it to the driver");
 }
 
+// Which pages of this process the kernel has copied at a write (Linux,
+// Documentation/admin-guide/mm/pagemap.rst).
+class Pagemap {
+ public:
+  // Kept open: opening it takes as long as reading 300 entries. If that is refused, every read is
+  // too.
+  Pagemap() : file_(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)) {}
+
+  // Marks those of the pages of `page_size` from `at` on that have memory of no file: a write to a
+  // private mapping copied it. False if the kernel does not say.
+  bool find_private(Address at, std::size_t page_size, std::span<std::uint8_t> found) const {
+    const std::size_t kernel_page = granularity_of_kernel();
+    const std::size_t entries_a_page = page_size / kernel_page;
+    const std::size_t total = found.size() * entries_a_page;
+    std::array<std::uint64_t, 4096> entries;  // of one kernel page each
+    for (std::size_t done = 0; done < total;) {
+      const std::size_t wanted = std::min(total - done, entries.size()) * sizeof(entries[0]);
+      const ssize_t bytes =
+          pread(file_.get(), entries.data(), wanted,
+                static_cast<off_t>((at / kernel_page + done) * sizeof(entries[0])));
+      if (bytes <= 0) return false;
+      for (std::size_t i = 0; i < static_cast<std::size_t>(bytes) / sizeof(entries[0]); ++i, ++done)
+        if ((entries[i] & (kPresent | kSwapped)) && !(entries[i] & kOfFile))
+          found[done / entries_a_page] = 1;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61;
+  static constexpr std::uint64_t kSwapped = std::uint64_t{1} << 62;
+  static constexpr std::uint64_t kPresent = std::uint64_t{1} << 63;
+
+  const Descriptor file_;
+};
+
 class HostDriver final : public Driver {
  public:
-  HostDriver(const HostOptions& options, MapLimit& limit)
+  explicit HostDriver(const HostOptions& options)
       : hole_protection_(options.strict_holes ? PROT_NONE : PROT_READ),
         page_protection_(options.memory < 0 ? PROT_READ | PROT_WRITE : PROT_READ),
-        limit_(limit) {
+        limit_(options.limit != nullptr ? *options.limit : MapLimit::of_process()) {
     state_.memfd = options.memory;  // its own from here on, also if what follows is refused
     if (options.memory < 0) refuse_in_forked_child("host driver");
     const std::size_t granularity = granularity_of_kernel();
@@ -91,7 +128,7 @@ class HostDriver final : public Driver {
                .device = {.type = 1, .index = 0},
                .page_size = page_size_,
                .granularity = granularity,
-               .available = default_host_budget() / page_size_ * page_size_,
+               .available = free_host_memory() / 5 * 4 / page_size_ * page_size_,
                .adjacent_handles = true,
                .created_zero = true,
                .kernel_copies_on_write = true,
@@ -503,12 +540,8 @@ class HostDriver final : public Driver {
 
 }  // namespace
 
-std::unique_ptr<Driver> make_host_driver(const HostOptions& options, MapLimit& limit) {
-  return std::make_unique<HostDriver>(options, limit);
-}
-
 std::unique_ptr<Driver> make_host_driver(const HostOptions& options) {
-  return make_host_driver(options, MapLimit::of_process());
+  return std::make_unique<HostDriver>(options);
 }
 
 }  // namespace vtensor

@@ -5,6 +5,8 @@
 #include <limits>
 #include <sstream>
 
+#include "driver/driver.h"
+
 namespace vtensor {
 
 std::optional<std::size_t> field_in(const std::string& path, const std::string& key) {

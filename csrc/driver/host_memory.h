@@ -6,8 +6,6 @@
 #include <optional>
 #include <string>
 
-#include "driver/driver.h"
-
 namespace vtensor {
 
 // The number after `key` in a file of "key number" lines.
@@ -16,8 +14,5 @@ std::optional<std::size_t> field_in(const std::string& path, const std::string& 
 // The smaller of MemAvailable and the room in this process's memory cgroup (v2 or v1, with all its
 // ancestors), bytes. What cannot be read sets no limit. The roots are those of the file systems.
 std::size_t free_host_memory(const std::string& proc, const std::string& cgroups);
-
-// The default budget of a pool.
-inline std::size_t default_host_budget() { return free_host_memory() / 5 * 4; }
 
 }  // namespace vtensor

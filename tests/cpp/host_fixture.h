@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "driver/host_driver.h"
+#include "driver/driver.h"
 
 namespace vtensor {
 

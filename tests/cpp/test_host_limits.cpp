@@ -7,6 +7,7 @@
 
 #include "base/process.h"
 #include "driver/host_memory.h"
+#include "driver/host_map_limit.h"
 #include "host_fixture.h"
 #include "qemu.h"
 
@@ -101,7 +102,7 @@ class FakeRoot {
 
 TEST_CASE("a map that would pass the limit on mappings is refused, and says so") {
   FakeLimit limit;
-  const auto driver = make_host_driver({.page_size = kPage}, limit.checked);
+  const auto driver = make_host_driver({.page_size = kPage, .limit = &limit.checked});
   const Address range = driver->reserve(2000);
   const Handle h = driver->create(4000);
   std::size_t mapped = 0;
@@ -141,14 +142,14 @@ TEST_CASE("a map that would pass the limit on mappings is refused, and says so")
   SUBCASE("a second driver has no room either") {
     limit.count(range, 2000);
     limit.others += 10;
-    const auto other = make_host_driver({.page_size = kPage}, limit.checked);
+    const auto other = make_host_driver({.page_size = kPage, .limit = &limit.checked});
     CHECK_THROWS_AS(other->reserve(1), DriverError);
   }
 }
 
 TEST_CASE("a batch over the limit is refused before its first mapping") {
   FakeLimit limit;
-  const auto driver = make_host_driver({.page_size = kPage}, limit.checked);
+  const auto driver = make_host_driver({.page_size = kPage, .limit = &limit.checked});
   const Address range = driver->reserve(2000);
   const Handle h = driver->create(4000);
   const auto before = driver->meter().count(ThreadRole::caller, Call::mmap);
@@ -163,7 +164,7 @@ TEST_CASE("a batch over the limit is refused before its first mapping") {
 
 TEST_CASE("what unmapping and remapping cut is counted") {
   FakeLimit limit;
-  const auto driver = make_host_driver({.page_size = kPage}, limit.checked);
+  const auto driver = make_host_driver({.page_size = kPage, .limit = &limit.checked});
   const Address range = driver->reserve(2000);
   const Handle h = driver->create(4000);
   map_run(*driver, range, adjacent(h, 800), Access::writable);
@@ -186,7 +187,7 @@ TEST_CASE("what unmapping and remapping cut is counted") {
 
 TEST_CASE("mappings that others make meanwhile are noticed") {
   FakeLimit limit;
-  const auto driver = make_host_driver({.page_size = kPage}, limit.checked);
+  const auto driver = make_host_driver({.page_size = kPage, .limit = &limit.checked});
   const Address range = driver->reserve(2000);
   const Handle h = driver->create(4000);
   map_run(*driver, range, scattered(h, 100), Access::writable);
@@ -202,7 +203,7 @@ TEST_CASE("near the kernel's limit the driver keeps headroom, and can always unm
   const std::size_t limit = MapLimit::kernel().limit();
   const Filler filler(limit - std::min<std::size_t>(512, limit / 16) - 20);
   MapLimit checked(MapLimit::kernel());
-  const auto driver = make_host_driver({.page_size = kPage}, checked);
+  const auto driver = make_host_driver({.page_size = kPage, .limit = &checked});
   const Address range = driver->reserve(2 * kPages);
   const Handle h = driver->create(4 * kPages);
   map_run(*driver, range, adjacent(h, kPages), Access::writable);
@@ -224,7 +225,7 @@ TEST_CASE("at the kernel's limit a refusal leaves all as it was, and taking down
   if (limit_is_out_of_reach() || under_qemu("takes mappings that the process cannot count")) return;
   constexpr std::size_t kPages = 200;
   MapLimit checked(MapLimit::kernel());
-  const auto driver = make_host_driver({.page_size = kPage}, checked);
+  const auto driver = make_host_driver({.page_size = kPage, .limit = &checked});
   const Address range = driver->reserve(kPages);
   const Handle h = driver->create(4 * kPages);
   const auto from = adjacent(h, 100);
