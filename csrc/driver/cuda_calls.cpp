@@ -62,9 +62,17 @@ DriverError CudaCalls::refusal(const char* operation, Call call, CUresult code) 
            "too, the device is in error and the process must be restarted"));
 }
 
+void CudaCalls::check(const char* operation, Call call, CUresult code) const {
+  if (code == CUDA_SUCCESS) return;
+  DriverError cause = refusal(operation, call, code);
+  // Mapping may need memory too: that of page tables.
+  if (code == CUDA_ERROR_OUT_OF_MEMORY) throw DeviceOutOfMemory(cause);
+  throw cause;
+}
+
 // cuCtxSynchronize has no bound. So a thread that holds nothing of ours waits in it, and is left
 // there if the device does not finish.
-void CudaCalls::synchronize(const char* operation, std::chrono::milliseconds timeout) {
+void CudaCalls::synchronize(const char* operation) {
   const auto promise = std::make_shared<std::promise<CUresult>>();
   std::future<CUresult> answer = promise->get_future();
   {

@@ -1,6 +1,6 @@
 // libcuda, looked up at run time, so that the library builds, imports and runs without CUDA; and
-// how the CUDA driver calls it: every call counted and traced, refusals as errors, and what a
-// thread needs before it calls.
+// how the CUDA driver calls it: every call counted and traced, refusals as errors, refused in a
+// forked child (I13), and what a thread needs before it calls.
 #pragma once
 
 #include <chrono>
@@ -9,6 +9,7 @@
 
 #include "base/calls.h"
 #include "base/errors.h"
+#include "base/process.h"
 #include "base/trace.h"
 #include "driver/cuda_abi.h"
 
@@ -50,6 +51,7 @@ class CudaCalls : public CudaApi {
   template <class Function, class... Args>
   CUresult call_at(const CudaEntry<Function>& entry, std::uint64_t address, std::uint64_t bytes,
                    Args... args) {
+    refuse_in_forked_child("driver");
     const trace::Span span(trace::What::driver_call, address, bytes, 0, entry.call);
     if (meter_.enter(entry.call)) {
       return entry.call == Call::cuMemCreate ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_UNKNOWN;
@@ -63,7 +65,7 @@ class CudaCalls : public CudaApi {
     return code == CUDA_SUCCESS ? code : call(entry, args...);
   }
 
-  // As `call`; throws DriverError in the name of `operation` if it is refused.
+  // As `call`; throws in the name of `operation` if it is refused.
   template <class Function, class... Args>
   void require(const char* operation, const CudaEntry<Function>& entry, Args... args) {
     require_at(operation, entry, 0, 0, args...);
@@ -73,18 +75,20 @@ class CudaCalls : public CudaApi {
                   std::uint64_t bytes, Args... args) {
     check(operation, entry.call, call_at(entry, address, bytes, args...));
   }
-  // Throws the refusal if `code`, the answer of `call`, is one.
-  void check(const char* operation, Call call, CUresult code) const {
-    if (code != CUDA_SUCCESS) throw refusal(operation, call, code);
-  }
+  // Throws the refusal if `code`, the answer of `call`, is one: DriverError, or DeviceOutOfMemory.
+  void check(const char* operation, Call call, CUresult code) const;
   DriverError refusal(const char* operation, Call call, CUresult code) const;
 
   // Waits for all work of the primary context. Throws TimedOut, std::system_error if no thread can
   // be made, and DriverError if the context is in error or a stream of it is being captured.
-  void synchronize(const char* operation, std::chrono::milliseconds timeout);
+  void synchronize(const char* operation);
 
+  // What the parts of the CUDA driver work on. It is known once the driver is open.
   int device = 0;               // its number in this process
+  CUmemLocation location{};     // of its memory
   CUcontext context = nullptr;  // the device's primary one, which PyTorch uses too
+  std::size_t page_size = 0;
+  std::chrono::milliseconds timeout{};  // of a wait for the device
 
  private:
   CallMeter& meter_;

@@ -3,9 +3,7 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <mutex>
-#include <vector>
 
 #include "driver/cuda_mappings.h"
 #include "driver/cuda_streams.h"
@@ -16,7 +14,6 @@ class CudaCopies {
  public:
   CudaCopies(CudaCalls& cuda, CudaMappings& mappings, CudaStreams& streams)
       : cuda_(cuda), mappings_(mappings), streams_(streams) {}
-  void open(std::size_t page_size, std::chrono::milliseconds timeout);
   // The driver's end. False if a copy still runs: what it writes stays mapped for good.
   bool close();
 
@@ -26,22 +23,20 @@ class CudaCopies {
 
  private:
   static constexpr Address kZeros = 0;  // instead of an address to copy from
+  using Deadline = CudaStreams::Deadline;
 
-  void copy_some(std::span<const PageCopy> copies, CudaStreams::Deadline deadline);
-  bool is_over(CudaStreams::Deadline deadline);
+  void copy_some(std::span<const PageCopy> copies, Deadline deadline);
+  void await_launched(std::span<const PageCopy> copies, Deadline deadline);
   void release_scratch();
-  void try_release_scratch();
 
   CudaCalls& cuda_;
   CudaMappings& mappings_;
   CudaStreams& streams_;
-  std::size_t page_size_ = 0;
-  std::chrono::milliseconds timeout_{};
 
-  std::mutex mutex_;                 // guards what follows
-  Address scratch_ = 0;              // addresses at which copies are made
-  std::size_t mapped_ = 0;           // pages of it, from the first on
-  std::vector<Address> unfinished_;  // scratch ranges of copies that did not finish
+  std::mutex mutex_;        // guards what follows
+  Address scratch_ = 0;     // addresses at which copies are made
+  std::size_t mapped_ = 0;  // pages of it, from the first on
+  bool launched_ = false;   // copies were, and may still run
 };
 
 }  // namespace vtensor

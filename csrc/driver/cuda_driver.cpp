@@ -39,18 +39,17 @@ class CudaDriver final : public Driver {
   Handle create(std::size_t n) override;
   void destroy(Handle first, std::size_t n) override;
   void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) override {
-    mappings("driver.map").map("map", runs, access, mapped);
+    mappings_.map("map", runs, access, mapped);
   }
   void unmap(Address at, std::size_t n) override {
     if (!in_forked_child()) mappings_.unmap("unmap", at, n);
   }
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access) override {
-    mappings("driver.remap").remap(at, from, from_access, to, to_access);
+    mappings_.remap(at, from, from_access, to, to_access);
   }
   void zero(Address at, std::size_t bytes, Stream stream) override;
   void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) override {
-    refuse_in_forked_child("driver.copy_pages");
     copies_.copy(copies, after);
   }
   void populate(Address, std::size_t) override {}  // memory comes with cuMemCreate
@@ -61,31 +60,20 @@ class CudaDriver final : public Driver {
   Handle import_page(const ExportedPage& page, ExportKind kind) override;
 
   void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override;
-  FencePtr fence(Stream stream) override { return streams("driver.fence").fence(stream); }
-  bool passed(const Fence& fence) override { return streams("driver.passed").passed(fence); }
-  void order(Stream stream, const Fence& fence) override {
-    streams("driver.order").order(stream, fence);
-  }
+  FencePtr fence(Stream stream) override { return streams_.fence(stream); }
+  bool passed(const Fence& fence) override { return streams_.passed(fence); }
+  void order(Stream stream, const Fence& fence) override { streams_.order(stream, fence); }
   void require_own(const char* operation, Stream stream) override {
-    streams("driver.require_own").require_own(operation, stream);
+    streams_.require_own(operation, stream);
   }
   bool capturing(const char* operation, Stream stream) override {
-    return streams("driver.capturing").capturing(operation, stream);
+    return streams_.capturing(operation, stream);
   }
   void keep_for_graph(Stream stream, void (*release)(void*), void* argument) override {
-    streams("driver.keep_for_graph").keep_for_graph(stream, release, argument);
+    streams_.keep_for_graph(stream, release, argument);
   }
 
  private:
-  // Throw in a forked child.
-  CudaMappings& mappings(const char* operation) {
-    refuse_in_forked_child(operation);
-    return mappings_;
-  }
-  CudaStreams& streams(const char* operation) {
-    refuse_in_forked_child(operation);
-    return streams_;
-  }
   void back_holes(std::span<const Address> pages);
   // `record` was allocated before the call that made the handle.
   Handle enter(std::set<Handle>::node_type record, Handle handle) {
@@ -108,9 +96,7 @@ class CudaDriver final : public Driver {
   CudaMappings mappings_{cuda_};
   CudaStreams streams_{cuda_};
   CudaCopies copies_{cuda_, mappings_, streams_};
-  CUdevice device_ = 0;
   CUmemAllocationProp properties_{};
-  std::chrono::milliseconds timeout_{};
 
   std::mutex records_;  // guards the handles
   std::set<Handle> handles_;
@@ -143,8 +129,7 @@ void CudaDriver::open(const CudaOptions& options) {
                       "another device, or use the CPU");
   }
   properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  properties_.location.id = device_;
+  properties_.location = cuda_.location;
   properties_.allocFlags.gpuDirectRDMACapable =
       attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) != 0;
 
@@ -161,19 +146,18 @@ void CudaDriver::open(const CudaOptions& options) {
                           traits_.granularity, " bytes: ask for one of these");
   }
 
+  cuda_.page_size = traits_.page_size;
+  cuda_.timeout = options.timeout;
   // Two steps: the destructor gives back what cuda_.context holds.
   CUcontext context = nullptr;
-  cuda_.require("open", cuda_.cuDevicePrimaryCtxRetain, &context, device_);
+  cuda_.require("open", cuda_.cuDevicePrimaryCtxRetain, &context, cuda_.location.id);
   cuda_.context = context;
   // Less a tenth, for what cannot wait until we give memory back: modules that are loaded lazily,
   // workspaces of libraries, torch's own cache.
   traits_.available = free_memory() / 10 * 9;
-  mappings_.open(traits_.page_size, properties_.location);
   streams_.open();
   side_stream_ = streams_.side();
   copy_stream_ = streams_.copies();
-  timeout_ = options.timeout;
-  copies_.open(traits_.page_size, timeout_);
   if (options.uuid != DeviceUuid{}) return;  // a reader makes no pages of its own
   probe_rdma();
   if (options.shareable) choose_exports();
@@ -184,11 +168,12 @@ void CudaDriver::find_device(const CudaOptions& options) {
   cuda_.require("open", cuda_.cuDeviceGetCount, &count);
   const bool by_uuid = options.uuid != DeviceUuid{};
   cuda_.device = by_uuid ? 0 : options.device;
+  cuda_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   for (; cuda_.device >= 0 && cuda_.device < count; ++cuda_.device) {
-    cuda_.require("open", cuda_.cuDeviceGet, &device_, cuda_.device);
+    cuda_.require("open", cuda_.cuDeviceGet, &cuda_.location.id, cuda_.device);
     if (by_uuid || options.shareable) {
       CUuuid uuid{};
-      cuda_.require("open", cuda_.cuDeviceGetUuid, &uuid, device_);
+      cuda_.require("open", cuda_.cuDeviceGetUuid, &uuid, cuda_.location.id);
       std::copy(std::begin(uuid.bytes), std::end(uuid.bytes), traits_.uuid.begin());
     }
     traits_.device = {options.memory_is_host_memory ? 1 : 2, cuda_.device};
@@ -287,7 +272,7 @@ CudaDriver::~CudaDriver() {
   }
   const bool over = close();
   context.reset();
-  if (over) cuda_.call(cuda_.cuDevicePrimaryCtxRelease, device_);
+  if (over) cuda_.call(cuda_.cuDevicePrimaryCtxRelease, cuda_.location.id);
 }
 
 // False if work still runs, which needs the context and what is mapped.
@@ -296,14 +281,13 @@ bool CudaDriver::close() {
   // The core waited for the fences of what it unmapped. The ranges that are left are those of a
   // broken pool, and what runs there is not known.
   try {
-    if (mappings_.any()) cuda_.synchronize("close", timeout_);
+    if (over && mappings_.any()) cuda_.synchronize("close");
   } catch (const DriverError&) {
     // As above.
   } catch (const std::exception&) {  // timed out, or no thread to wait in: work may still run
     over = false;
-    mappings_.abandon();
   }
-  mappings_.close();
+  if (over) mappings_.close();
   for (const Handle handle : handles_) cuda_.call(cuda_.cuMemRelease, handle);
   streams_.close();
   return over;
@@ -311,7 +295,7 @@ bool CudaDriver::close() {
 
 int CudaDriver::attribute(CUdevice_attribute which) {
   int value = 0;
-  cuda_.require("open", cuda_.cuDeviceGetAttribute, &value, which, device_);
+  cuda_.require("open", cuda_.cuDeviceGetAttribute, &value, which, cuda_.location.id);
   return value;
 }
 
@@ -322,7 +306,6 @@ std::size_t CudaDriver::granularity(CUmemAllocationGranularity_flags kind) {
 }
 
 Handle CudaDriver::create(std::size_t) {
-  refuse_in_forked_child("driver.create");
   const RelaxedCapture relaxed(cuda_, "create");
   CUmemGenericAllocationHandle handle = 0;
   auto record = make_node<std::set<Handle>>();
@@ -355,7 +338,6 @@ void CudaDriver::destroy(Handle handle, std::size_t) {
 }
 
 ExportedPage CudaDriver::export_page(Handle handle) {
-  refuse_in_forked_child("driver.export_page");
   const RelaxedCapture relaxed(cuda_, "export_page");
   const std::lock_guard lock(records_);
   if (!handles_.contains(handle))
@@ -369,7 +351,6 @@ ExportedPage CudaDriver::export_page(Handle handle) {
 }
 
 Handle CudaDriver::import_page(const ExportedPage& page, ExportKind kind) {
-  refuse_in_forked_child("driver.import_page");
   const RelaxedCapture relaxed(cuda_, "import_page");
   auto fabric = page.fabric;
   const bool is_fabric = kind == ExportKind::fabric;
@@ -385,7 +366,7 @@ Handle CudaDriver::import_page(const ExportedPage& page, ExportKind kind) {
 }
 
 Address CudaDriver::reserve(std::size_t pages, Backed backed) {
-  const Address range = mappings("driver.reserve").reserve(pages);
+  const Address range = mappings_.reserve(pages);
   if (backed.first == 0) return range;
   try {
     std::vector<Address> holes;
@@ -423,7 +404,6 @@ void CudaDriver::back_holes(std::span<const Address> pages) {
 }
 
 void CudaDriver::zero(Address at, std::size_t bytes, Stream stream) {
-  refuse_in_forked_child("driver.zero");
   if (bytes == 0) return;
   const RelaxedCapture relaxed(cuda_, "zero");
   const PrimaryContext context(cuda_, "zero");
@@ -432,7 +412,6 @@ void CudaDriver::zero(Address at, std::size_t bytes, Stream stream) {
 }
 
 std::size_t CudaDriver::free_memory() {
-  refuse_in_forked_child("driver.free_memory");
   const RelaxedCapture relaxed(cuda_, "free_memory");
   const PrimaryContext context(cuda_, "free_memory");
   std::size_t free = 0, total = 0;
@@ -441,7 +420,6 @@ std::size_t CudaDriver::free_memory() {
 }
 
 void CudaDriver::copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) {
-  refuse_in_forked_child("driver.copy");
   const RelaxedCapture relaxed(cuda_, "copy");
   const PrimaryContext context(cuda_, "copy");
   const CUstream stream = handle_of(copy_stream_);

@@ -8,34 +8,26 @@
 
 namespace vtensor {
 
-void CudaMappings::open(std::size_t page_size, CUmemLocation location) {
-  page_size_ = page_size;
-  location_ = location;
-}
-
 void CudaMappings::close() {
-  while (any()) give_back(ranges_.begin()->first);
-}
-
-void CudaMappings::give_back(Address range) {
-  const std::size_t pages = ranges_.at(range);
-  for (std::size_t i = 0; i < pages; ++i) unmap(range + i * page_size_, 1);
-  cuda_.call_at(cuda_.cuMemAddressFree, range, pages * page_size_, range, pages * page_size_);
-  take_records(range);
+  for (const auto& [range, pages] : ranges_) {
+    for (std::size_t i = 0; i < pages; ++i) unmap(range + i * cuda_.page_size, 1);
+    const std::size_t bytes = pages * cuda_.page_size;
+    cuda_.call_at(cuda_.cuMemAddressFree, range, bytes, range, bytes);
+  }
 }
 
 Address CudaMappings::reserve(std::size_t pages) {
-  const auto bytes = checked_multiply(pages, page_size_);
+  const auto bytes = checked_multiply(pages, cuda_.page_size);
   if (!bytes || *bytes == 0) {
-    throw InvalidArgument("[driver.reserve] ", pages, " pages of ", page_size_,
+    throw InvalidArgument("[driver.reserve] ", pages, " pages of ", cuda_.page_size,
                           " bytes were asked for, which no address range can hold: lower the "
                           "capacity");
   }
   const RelaxedCapture relaxed(cuda_, "reserve");
   // Alignments are powers of two: the largest that divides the page size.
-  const std::size_t alignment = page_size_ & (~page_size_ + 1);
+  const std::size_t alignment = cuda_.page_size & (~cuda_.page_size + 1);
   CUdeviceptr range = 0;
-  auto record = make_node<Ranges>();  // allocated before the call
+  auto record = make_node<decltype(ranges_)>();  // allocated before the call
   cuda_.require_at("reserve", cuda_.cuMemAddressReserve, 0, *bytes, &range, *bytes, alignment, 0,
                    0);
   record.key() = range;
@@ -47,36 +39,13 @@ Address CudaMappings::reserve(std::size_t pages) {
 
 void CudaMappings::free_range(Address range, std::size_t pages) {
   const RelaxedCapture relaxed(cuda_, "free_range");
-  const std::size_t bytes = pages * page_size_;
+  const std::size_t bytes = pages * cuda_.page_size;
   cuda_.check("free_range", Call::cuMemUnmap, uncover(holes_in(range, pages, true)));
-  // Before the call: another thread may reserve the addresses as soon as they are free.
-  Records freed = take_records(range);
-  const CUresult code = cuda_.call_at(cuda_.cuMemAddressFree, range, bytes, range, bytes);
-  if (code == CUDA_SUCCESS) return;
-  {
-    const std::lock_guard lock(records_);
-    ranges_.merge(freed.ranges);
-    holes_.merge(freed.holes);
-  }
-  cuda_.check("free_range", Call::cuMemAddressFree, code);
-}
-
-CudaMappings::Records CudaMappings::take_records(Address range) {
-  Records taken;
+  // Also during the call: another thread may reserve the addresses as soon as they are free.
   const std::lock_guard lock(records_);
-  auto known = ranges_.extract(range);
-  if (known.empty()) return taken;
-  const Address end = range + known.mapped() * page_size_;
-  taken.ranges.insert(std::move(known));
-  for (auto hole = holes_.lower_bound(range); hole != holes_.end() && hole->first < end;)
-    taken.holes.insert(holes_.extract(hole++));
-  return taken;
-}
-
-void CudaMappings::abandon() {
-  const std::lock_guard lock(records_);
-  ranges_.clear();
-  holes_.clear();
+  cuda_.require_at("free_range", cuda_.cuMemAddressFree, range, bytes, range, bytes);
+  ranges_.erase(range);
+  holes_.erase(holes_.lower_bound(range), holes_.lower_bound(range + bytes));
 }
 
 void CudaMappings::back_holes(Handle zeros, std::span<const Address> pages) {
@@ -85,11 +54,7 @@ void CudaMappings::back_holes(Handle zeros, std::span<const Address> pages) {
     zeros_ = zeros;
     for (const Address page : pages) holes_.emplace(page, false);
   }
-  const CUresult code = cover(pages);
-  if (code == CUDA_ERROR_OUT_OF_MEMORY) {
-    throw DeviceOutOfMemory(cuda_.refusal("back_holes", Call::cuMemMap, code));
-  }
-  cuda_.check("back_holes", Call::cuMemMap, code);
+  cuda_.check("back_holes", Call::cuMemMap, cover(pages));
 }
 
 // Those of the pages at `at` at which the page of zeros is kept, and is mapped now (`backed`) or
@@ -97,7 +62,7 @@ void CudaMappings::back_holes(Handle zeros, std::span<const Address> pages) {
 std::vector<Address> CudaMappings::holes_in(Address at, std::size_t pages, bool backed) const {
   std::vector<Address> found;
   const std::lock_guard lock(records_);
-  const auto end = holes_.lower_bound(at + pages * page_size_);
+  const auto end = holes_.lower_bound(at + pages * cuda_.page_size);
   for (auto hole = holes_.lower_bound(at); hole != end; ++hole) {
     if (hole->second == backed) found.push_back(hole->first);
   }
@@ -149,7 +114,7 @@ std::vector<CudaMappings::Stretch> CudaMappings::stretches_of(std::span<const Pa
     if (handles.empty()) continue;
     // Ranges may touch too, and no call covers two of them.
     const bool joins = !stretches.empty() &&
-                       stretches.back().at + stretches.back().pages() * page_size_ == at &&
+                       stretches.back().at + stretches.back().pages() * cuda_.page_size == at &&
                        !ranges_.contains(at);
     if (!joins) stretches.push_back({at, {}});
     auto& joined = stretches.back().handles;
@@ -159,37 +124,33 @@ std::vector<CudaMappings::Stretch> CudaMappings::stretches_of(std::span<const Pa
 }
 
 CUresult CudaMappings::map_page(Address at, Handle handle) {
-  return cuda_.call_at(cuda_.cuMemMap, at, page_size_, at, page_size_, 0, handle, 0);
+  return cuda_.call_at(cuda_.cuMemMap, at, cuda_.page_size, at, cuda_.page_size, 0, handle, 0);
 }
 
-// Maps page after page up to the first refusal, and counts them in `mapped`.
-CUresult CudaMappings::map_stretch(const Stretch& stretch, std::size_t& mapped) {
-  Address at = stretch.at;
-  for (const Handle handle : stretch.handles) {
-    const CUresult code = map_page(at, handle);
-    if (code != CUDA_SUCCESS) return code;
-    at += page_size_;
-    ++mapped;
+// Maps the pages of all stretches, and then gives them access, up to the first refusal. Adds to
+// `mapped` the pages that are mapped then. Allocates nothing.
+CudaMappings::Refusal CudaMappings::map_stretches(std::span<const Stretch> stretches, Access access,
+                                                  std::size_t& mapped) {
+  for (const Stretch& stretch : stretches) {
+    for (std::size_t i = 0; i < stretch.pages(); ++i, ++mapped) {
+      const CUresult code = map_page(stretch.at + i * cuda_.page_size, stretch.handles[i]);
+      if (code != CUDA_SUCCESS) return {code, Call::cuMemMap};
+    }
   }
-  return CUDA_SUCCESS;
-}
-
-CudaMappings::Refusal CudaMappings::map_whole(const Stretch& stretch, Access access) {
-  Refusal refusal;
-  refusal.code = map_stretch(stretch, refusal.mapped);
-  if (refusal.code != CUDA_SUCCESS) return refusal;
-  refusal.call = Call::cuMemSetAccess;
-  refusal.code = set_access(stretch.at, stretch.pages(), access);
-  return refusal;
+  for (const Stretch& stretch : stretches) {
+    const CUresult code = set_access(stretch.at, stretch.pages(), access);
+    if (code != CUDA_SUCCESS) return {code, Call::cuMemSetAccess};
+  }
+  return {};
 }
 
 // One call for many pages: it costs more than mapping all of them.
 CUresult CudaMappings::set_access(Address at, std::size_t pages, Access access) {
   const auto set = [&](CUmemAccess_flags flags) {
     CUmemAccessDesc wanted{};
-    wanted.location = location_;
+    wanted.location = cuda_.location;
     wanted.flags = flags;
-    const std::size_t bytes = pages * page_size_;
+    const std::size_t bytes = pages * cuda_.page_size;
     return cuda_.call_at(cuda_.cuMemSetAccess, at, bytes, at, bytes, &wanted, std::size_t{1});
   };
   if (access == Access::copy_on_write && !read_only_refused_.load(std::memory_order_relaxed)) {
@@ -205,7 +166,7 @@ CUresult CudaMappings::set_access(Address at, std::size_t pages, Access access) 
 }
 
 CUresult CudaMappings::unmap(Address at, std::size_t pages) {
-  const std::size_t bytes = pages * page_size_;
+  const std::size_t bytes = pages * cuda_.page_size;
   return cuda_.call_at(cuda_.cuMemUnmap, at, bytes, at, bytes);
 }
 
@@ -220,31 +181,16 @@ void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Acc
     covered.insert(covered.end(), holes.begin(), holes.end());
   }
   cuda_.check(operation, Call::cuMemUnmap, uncover(covered));
-  CUresult code = CUDA_SUCCESS;
-  Call refused = Call::cuMemMap;
   std::size_t done = 0;
-  for (const Stretch& stretch : stretches) {
-    code = map_stretch(stretch, done);
-    if (code != CUDA_SUCCESS) break;
-  }
+  const Refusal refusal = map_stretches(stretches, access, done);
   mapped += done;
-  if (code == CUDA_SUCCESS) {
-    refused = Call::cuMemSetAccess;
-    for (const Stretch& stretch : stretches) {
-      code = set_access(stretch.at, stretch.pages(), access);
-      if (code != CUDA_SUCCESS) break;
-    }
-  }
-  if (code == CUDA_SUCCESS) return;
+  if (refusal.code == CUDA_SUCCESS) return;
   for (const Stretch& stretch : stretches) {
     const std::size_t n = std::min(done, stretch.pages());
     done -= n;
-    cover(holes_in(stretch.at + n * page_size_, stretch.pages() - n, false));
+    cover(holes_in(stretch.at + n * cuda_.page_size, stretch.pages() - n, false));
   }
-  const DriverError cause = cuda_.refusal(operation, refused, code);
-  // Page tables take memory too.
-  if (code == CUDA_ERROR_OUT_OF_MEMORY) throw DeviceOutOfMemory(cause);
-  throw cause;
+  cuda_.check(operation, refusal.call, refusal.code);
 }
 
 void CudaMappings::unmap(const char* operation, Address at, std::size_t pages) {
@@ -265,14 +211,13 @@ void CudaMappings::remap(Address at, std::span<const Handle> from, Access from_a
   // Allocated before the calls: from the first on, nothing but a refusal may come in between.
   const Stretch before{at, {from.begin(), from.end()}}, after{at, {to.begin(), to.end()}};
   cuda_.check("remap", Call::cuMemUnmap, unmap(at, from.size()));
-  const Refusal refusal = map_whole(after, to_access);
+  std::size_t mapped = 0, again = 0;
+  const Refusal refusal = map_stretches({&after, 1}, to_access, mapped);
   if (refusal.code == CUDA_SUCCESS) return;
-  const bool gone = refusal.mapped == 0 || unmap(at, refusal.mapped) == CUDA_SUCCESS;
-  const bool undone = gone && map_whole(before, from_access).code == CUDA_SUCCESS;
-  const DriverError cause = cuda_.refusal("remap", refusal.call, refusal.code);
-  if (!undone) throw UndoFailed(cause);
-  if (refusal.code == CUDA_ERROR_OUT_OF_MEMORY) throw DeviceOutOfMemory(cause);
-  throw cause;
+  const bool gone = mapped == 0 || unmap(at, mapped) == CUDA_SUCCESS;
+  if (!gone || map_stretches({&before, 1}, from_access, again).code != CUDA_SUCCESS)
+    throw UndoFailed(cuda_.refusal("remap", refusal.call, refusal.code));
+  cuda_.check("remap", refusal.call, refusal.code);
 }
 
 }  // namespace vtensor

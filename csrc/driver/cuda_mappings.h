@@ -15,8 +15,7 @@ namespace vtensor {
 class CudaMappings {
  public:
   explicit CudaMappings(CudaCalls& cuda) : cuda_(cuda) {}
-  void open(std::size_t page_size, CUmemLocation location);
-  // The driver's end: gives all ranges back.
+  // The driver's end: gives all ranges back, whatever is mapped there.
   void close();
 
   // As in the contract of Driver. Messages have the name of the operation.
@@ -31,11 +30,6 @@ class CudaMappings {
   // Maps `zeros` at each of these pages, copy-on-write, whenever nothing else is mapped there.
   void back_holes(Handle zeros, std::span<const Address> pages);
 
-  // Frees a range whose mappings are not known: tries to unmap every page.
-  void give_back(Address range);
-  // Leaves a range, or all, with its mappings to the process for good.
-  void abandon(Address range) { take_records(range); }
-  void abandon();
   bool any() const;
 
  private:
@@ -46,25 +40,14 @@ class CudaMappings {
 
     std::size_t pages() const { return handles.size(); }
   };
-  // What is known of ranges: their pages by address, and the pages at which the page of zeros is
-  // mapped in holes; whether it is now.
-  using Ranges = std::map<Address, std::size_t>;
-  using Holes = std::map<Address, bool>;
-  struct Records {
-    Ranges ranges;
-    Holes holes;
-  };
-  Records take_records(Address range);
   std::vector<Stretch> stretches_of(std::span<const PageRun> runs) const;
+  // The call that was refused, if `code` says that one was.
   struct Refusal {
-    CUresult code = CUDA_SUCCESS;  // if so, there was none
+    CUresult code = CUDA_SUCCESS;
     Call call = Call::cuMemMap;
-    std::size_t mapped = 0;  // pages from the first on
   };
-  // Maps pages and gives them access. Allocates nothing.
-  Refusal map_whole(const Stretch& stretch, Access access);
+  Refusal map_stretches(std::span<const Stretch> stretches, Access access, std::size_t& mapped);
   CUresult map_page(Address at, Handle handle);
-  CUresult map_stretch(const Stretch& stretch, std::size_t& mapped);
   CUresult set_access(Address at, std::size_t pages, Access access);
   CUresult unmap(Address at, std::size_t pages);
   std::vector<Address> holes_in(Address at, std::size_t pages, bool backed) const;
@@ -72,15 +55,15 @@ class CudaMappings {
   CUresult cover(std::span<const Address> holes);
 
   CudaCalls& cuda_;
-  std::size_t page_size_ = 0;
-  CUmemLocation location_{};
   // Some devices have no read-only mappings: then copy-on-write pages are left writable, and only
   // the in-place operations of VTensor unshare pages (I6).
   std::atomic<bool> read_only_refused_{false};
 
-  mutable std::mutex records_;  // guards what follows
-  Ranges ranges_;
-  Holes holes_;
+  mutable std::mutex records_;             // guards what follows
+  std::map<Address, std::size_t> ranges_;  // their pages by address
+  // The pages at which the page of zeros is kept while nothing else is mapped there; whether it is
+  // mapped now.
+  std::map<Address, bool> holes_;
   Handle zeros_ = 0;
 };
 
