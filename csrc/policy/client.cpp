@@ -338,38 +338,48 @@ void Client::free_range() {
 
 bool Client::settle(PoolLock* lock) noexcept {
   if (busy_) return false;
-  for (;;) {
-    Reservation::Departure departure;
-    const Claim claim = try_to_claim(departure, std::numeric_limits<std::size_t>::max());
-    if (claim != Claim::claimed) return claim == Claim::done;
-    {
-      std::optional<Unlocked> unlocked;
-      if (lock != nullptr) unlocked.emplace(*lock);
-      range_.carry_out(departure);
-    }
-    enter_back(departure);
-    if (refusal_) return false;
-  }
+  Settled settled = Settled::some;
+  while (settled == Settled::some)
+    settled = settle_some(lock, std::numeric_limits<std::size_t>::max(), std::nullopt);
+  return settled == Settled::done;
 }
 
-Client::Claim Client::claim_back(Reservation::Departure& departure, std::size_t pages) noexcept {
-  if (busy()) return Claim::waits;
+Client::Settled Client::settle_some(
+    PoolLock* lock, std::size_t pages,
+    std::optional<std::chrono::steady_clock::time_point> until) noexcept {
+  Reservation::Departure departure;
+  const Settled claim = claim_back(departure, pages);
+  if (claim != Settled::some) return claim;
+  {
+    std::optional<Unlocked> unlocked;
+    if (lock != nullptr) unlocked.emplace(*lock);
+    range_.carry_out(departure, until);
+  }
+  enter_back(departure);
+  return refusal_ ? Settled::refused : Settled::some;
+}
+
+Client::Settled Client::give_back_some(PoolLock& lock, std::size_t pages,
+                                       std::chrono::steady_clock::time_point until) noexcept {
+  if (busy()) return Settled::waits;
   // Of a closed pool only a caller tries again: the process may be about to end, and a device in
   // error refuses for good.
   if (refusal_ && (pool_->retired() || std::chrono::steady_clock::now() < retry_at_))
-    return Claim::refused;
-  return try_to_claim(departure, pages);
+    return Settled::refused;
+  const Settled settled = settle_some(&lock, pages, until);
+  if (settled == Settled::some) give_back_unused();  // the owner may have left meanwhile
+  return settled;
 }
 
-Client::Claim Client::try_to_claim(Reservation::Departure& departure, std::size_t pages) noexcept {
+Client::Settled Client::claim_back(Reservation::Departure& departure, std::size_t pages) noexcept {
   refusal_ = nullptr;
   try {
     // The end of a broken pool's driver unmaps what its clients leave.
     const bool leaves_all = pool_->store().broken() && pool_->retired();
     const bool quiet = leaves_all || is_quiet();
     if (leaves_all || !begin_unmapping())
-      return release_range() && quiet ? Claim::done : Claim::waits;
-    if (!all_passed(driver_, unmap_after_)) return Claim::waits;
+      return release_range() && quiet ? Settled::done : Settled::waits;
+    if (!all_passed(driver_, unmap_after_)) return Settled::waits;
     std::vector<Reservation::Run> within;
     const std::size_t most = std::max<std::size_t>(1, pages / range_.rows());
     for (const Interval indices : range_.runs_of(Why::fenced, most)) {
@@ -377,10 +387,10 @@ Client::Claim Client::try_to_claim(Reservation::Departure& departure, std::size_
     }
     departure = range_.departing(within);
     busy_ = true;
-    return Claim::claimed;
+    return Settled::some;
   } catch (...) {
     refused(std::current_exception());
-    return Claim::refused;
+    return Settled::refused;
   }
 }
 
@@ -403,7 +413,7 @@ std::vector<Reservation::Run> Client::unclean(std::size_t most) const {
   return {};
 }
 
-bool Client::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) {
+bool Client::clean_some(PoolLock& lock, std::size_t pages) {
   if (busy() || asleep.load() != 0) return false;
   try {
     if (!is_quiet()) return false;  // the last owner's work may not be done
@@ -411,21 +421,23 @@ bool Client::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pag
     return false;  // a capture forbids asking
   }
   make_room_for_zeroing();
-  runs = unclean(pages);
-  busy_ = !runs.empty();
-  return busy_;
-}
-
-FencePtr Client::clean(std::span<const Reservation::Run> runs) {
+  const std::vector<Reservation::Run> runs = unclean(pages);
+  if (runs.empty()) return false;
   const Stream stream = driver_.side_stream();
-  range_.zero(runs, stream);
-  return driver_.fence(stream);
-}
-
-void Client::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
-                            std::exception_ptr error) {
+  FencePtr zeroed;
+  std::exception_ptr error;
+  busy_ = true;
+  {
+    const Unlocked unlocked(lock);
+    try {
+      range_.zero(runs, stream);
+      zeroed = driver_.fence(stream);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
   busy_ = false;
-  work_.note(driver_.side_stream());
+  work_.note(stream);
   zeroing_ |= error != nullptr;
   if (!error) {
     for (const Reservation::Run& run : runs)
@@ -440,6 +452,7 @@ void Client::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zer
   }
   pool_->changed();
   give_back_unused();
+  return true;
 }
 
 // -- reports

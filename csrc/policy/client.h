@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <span>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -121,6 +121,11 @@ class Client : public std::enable_shared_from_this<Client> {
   // has left. False if pages are left; `refusal` is then the driver's refusal, if there was one.
   // Releases the lock meanwhile, unless `lock` is null: a deleter cannot.
   bool settle(PoolLock* lock) noexcept VT_LOCKED;
+  // One step of that, of about `pages` pages, in which no driver call begins after `until`.
+  enum class Settled : std::uint8_t { some, waits, refused, done };
+  Settled settle_some(PoolLock* lock, std::size_t pages,
+                      std::optional<std::chrono::steady_clock::time_point> until) noexcept
+      VT_LOCKED;
   // Why its pages stay: a refused fence or unmapping, until it is tried again.
   const std::exception_ptr& refusal() const VT_LOCKED { return refusal_; }
   // Pages that wait to be unmapped; 0 if their unmapping was refused.
@@ -142,8 +147,8 @@ class Client : public std::enable_shared_from_this<Client> {
   // Unmaps cached pages.
   virtual void evict() VT_LOCKED = 0;
 
-  // -- the worker's tasks: claimed, carried out without the lock, entered. The client is busy in
-  // between.
+  // -- the worker's tasks, a part at a time: claimed, carried out without the lock, entered. The
+  // client is busy in between.
 
   // Whether another thread changes its mappings, or waits to: the worker leaves it alone.
   bool busy() const VT_LOCKED { return busy_ || waiting_ != 0; }
@@ -155,18 +160,14 @@ class Client : public std::enable_shared_from_this<Client> {
   // Pages wanted ahead that are not mapped.
   std::size_t missing_ahead() const VT_LOCKED { return range_.missing(Why::prefetched); }
 
-  enum class Claim : std::uint8_t { claimed, waits, refused, done };
-  // Claims about `pages` of the pages that wait to be unmapped.
-  Claim claim_back(Reservation::Departure& departure, std::size_t pages) noexcept VT_LOCKED;
-  virtual void enter_back(const Reservation::Departure& departure) VT_LOCKED;
+  // `settle_some`, but not soon after a refusal.
+  Settled give_back_some(PoolLock& lock, std::size_t pages,
+                         std::chrono::steady_clock::time_point until) noexcept VT_LOCKED;
 
   // Zeroing of pages that the last owner left, once that owner's work has passed: whether there are
-  // such pages, in a client that is awake; claims up to `pages` of them.
+  // such pages, in a client that is awake; whether up to `pages` of them were zeroed.
   bool to_clean() const VT_LOCKED { return asleep.load() == 0 && !unclean(1).empty(); }
-  bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) VT_LOCKED;
-  FencePtr clean(std::span<const Reservation::Run> runs);
-  void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
-                      std::exception_ptr error) VT_LOCKED;
+  bool clean_some(PoolLock& lock, std::size_t pages) VT_LOCKED;
 
   // -- sleep (see sleep.h)
 
@@ -215,6 +216,8 @@ class Client : public std::enable_shared_from_this<Client> {
       VT_LOCKED;
 
   virtual void free_range() VT_LOCKED;
+  // Pages were unmapped, or their unmapping was refused.
+  virtual void enter_back(const Reservation::Departure& departure) VT_LOCKED;
   // Adds empty pages that it wants ahead, up to `pages`, and the pages to be mapped there if these
   // are shared.
   virtual void find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED;
@@ -265,7 +268,8 @@ class Client : public std::enable_shared_from_this<Client> {
   void uncover(Interval indices) VT_LOCKED;
   // If no page is fenced, unneeded pages become so. Whether any is.
   bool begin_unmapping() VT_LOCKED;
-  Claim try_to_claim(Reservation::Departure& departure, std::size_t pages) noexcept VT_LOCKED;
+  // Claims about `pages` of the pages that are to be unmapped, if it returns `some`.
+  Settled claim_back(Reservation::Departure& departure, std::size_t pages) noexcept VT_LOCKED;
   // Whether the owner has left and no generation is left, so that the range is to be freed.
   bool ends() const VT_LOCKED {
     return !owned_ && reserved_ && generations_.empty() && range_.mapped(Why::cached) == 0;

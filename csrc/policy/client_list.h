@@ -45,6 +45,10 @@ class ClientList {
   void add_first(Hook& hook, std::shared_ptr<Client> client) noexcept {
     link(hook, std::move(client), all_.begin());
   }
+  // To the end, if it is in the list.
+  void move_last(Hook& hook) noexcept {
+    if (hook.linked()) all_.splice(all_.end(), all_, hook.node_);
+  }
   // Returns the client; null if it was not in the list.
   std::shared_ptr<Client> remove(Hook& hook) noexcept {
     if (!hook.linked()) return nullptr;

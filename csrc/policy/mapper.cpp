@@ -16,6 +16,8 @@
 
 namespace vtensor {
 
+using std::chrono::steady_clock;
+
 namespace {
 
 // What one step maps, zeroes or unmaps: a caller that overtakes the mapper waits for no more than
@@ -64,7 +66,7 @@ void Mapper::Signal::sleep(Time until) noexcept {
   if (!shared_word_) {
     own_word_.sleep(until);
   } else if (own_word_.arm()) {
-    shared_word_().sleep(std::min(until, std::chrono::steady_clock::now() + kSharedSleep));
+    shared_word_().sleep(std::min(until, steady_clock::now() + kSharedSleep));
   }
 }
 
@@ -97,7 +99,7 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
         retry = kLongestPause;
       } catch (const std::exception&) {  // refused, or no memory
         if (!entered) retry = kRetryPause;
-        next = pool->retired() ? Time::max() : std::chrono::steady_clock::now() + retry;
+        next = pool->retired() ? Time::max() : steady_clock::now() + retry;
         retry = std::min(2 * retry, kRetryPause);
       }
     }  // the pool may end here, in this thread
@@ -120,13 +122,13 @@ void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
   if (error) std::rethrow_exception(error);
 }
 
-// One step: claimed with the lock, carried out without it, and entered with it again. It does one
-// kind of work, for as many clients as it has room for; but on a device, where each call may wait,
-// it maps pages for one.
+// Finds one client that has something to do, and does some of it: claimed with the lock, carried
+// out without it, and entered with it again. Each function returns whether it did something.
 class Mapper::Step {
  public:
-  explicit Step(PagePool& pool)
+  Step(PagePool& pool, PoolLock& lock)
       : pool_(pool),
+        lock_(lock),
         most_(
             std::max(pool.traits().asynchronous ? kStepPages : 1, kStepBytes / pool.page_size())) {}
 
@@ -135,162 +137,106 @@ class Mapper::Step {
   // The driver refused what is tried again later.
   bool refused() const { return refused_; }
 
-  bool claim_ahead(PoolLock& lock) VT_LOCKED {
-    if (pool_.wanting().empty()) return false;
-    std::size_t pages = 0;
-    try {
-      const std::size_t most = std::min(most_, pool_.store().available());
-      make_ready(lock, most);
-      pages = pool_.store().cover_available(most);  // callers may have taken some meanwhile
-    } catch (const DriverError&) {
-      throw;  // the mapper tries again
-    } catch (const Error&) {
-      // Of a shared budget. An operation that needs the pages raises it.
-    }
-    ahead_.reserve(pool_.wanting().size());
-    for (auto at = pool_.wanting().begin(); at != pool_.wanting().end();) {
+  // Maps pages ahead of need.
+  bool map_ahead() VT_LOCKED {
+    ClientList& wanting = pool_.wanting();
+    if (wanting.empty()) return false;
+    const std::size_t pages = find_pages();
+    for (auto at = wanting.begin(); at != wanting.end();) {
       const std::shared_ptr<Client> client = *at++;
-      if (client->busy() || (pages == 0 && (!ahead_.empty() || is_leaving()))) {
-        waits_ |= client->busy() || ahead_.empty();
-        if (client->hooks.first) break;  // the pages are for it
+      if (client->busy() || (pages == 0 && MakeRoom(pool_).pages_leaving() != 0)) {
+        waits_ = true;
+        if (client->hooks.first) return false;  // the pages are for it
         continue;
       }
-      Ahead job{client, {}};
-      if (!client->claim_ahead(job.arrival, pages)) {
+      Reservation::Arrival arrival;
+      if (!client->claim_ahead(arrival, pages)) {
         pool_.want_no_more(*client);
         continue;
       }
-      pages -= job.arrival.taken.size();
-      ahead_.push_back(std::move(job));
-      if (pool_.traits().asynchronous) break;
+      {
+        const Unlocked unlocked(lock_);
+        const Reservation::Arriving one{&client->range(), &arrival};
+        Reservation::carry_out({&one, 1}, pool_.driver().side_stream(), true);
+      }
+      if (!client->enter_ahead(arrival)) {
+        pool_.want_no_more(*client);
+      } else if (!client->hooks.first) {
+        wanting.move_last(client->hooks.wanting);
+      }
+      return true;
     }
-    return !ahead_.empty();
+    return false;
   }
 
-  bool claim_back() VT_LOCKED {
-    const std::size_t most = 8 * most_;  // memory is not touched for it
-    std::size_t pages = 0;
-    back_.reserve(pool_.unsettled().size());
-    for (auto at = pool_.unsettled().begin(); at != pool_.unsettled().end() && pages < most;) {
-      const std::shared_ptr<Client> client = *at++;
-      Back job{client, {}};
-      switch (client->claim_back(job.departure, most - pages)) {
-        case Client::Claim::done:
-          pool_.unsettled().remove(client->hooks.unsettled);
-          break;
-        case Client::Claim::claimed:
-          pages += job.departure.pages;
-          back_.push_back(std::move(job));
-          break;
-        case Client::Claim::waits:
+  // Unmaps pages that nothing needs. Each client is asked once at most, in turn.
+  bool give_back() VT_LOCKED {
+    ClientList& unsettled = pool_.unsettled();
+    for (std::size_t left = unsettled.size(); left != 0 && !unsettled.empty(); --left) {
+      const std::shared_ptr<Client> client = unsettled.front();
+      unsettled.move_last(client->hooks.unsettled);
+      // Unmapping touches no memory, so a step has more pages.
+      switch (client->give_back_some(lock_, 8 * most_, steady_clock::now() + kStepTime)) {
+        case Client::Settled::some:
+          return true;
+        case Client::Settled::waits:
           waits_ = true;
           break;
-        case Client::Claim::refused:
+        case Client::Settled::refused:
           refused_ = true;
           break;
-      }
-    }
-    return !back_.empty();
-  }
-
-  bool claim_cleaning() VT_LOCKED {
-    for (auto at = pool_.cached().unclean.begin(); at != pool_.cached().unclean.end();) {
-      const std::shared_ptr<Client> client = *at++;
-      Cleaning job{client, {}, nullptr, nullptr};
-      if (client->claim_cleaning(job.runs, most_)) {
-        cleaning_ = std::move(job);
-        return true;
-      }
-      if (client->to_clean()) {
-        waits_ = true;
-      } else {
-        pool_.cached().unclean.remove(client->hooks.unclean);
+        case Client::Settled::done:
+          unsettled.remove(client->hooks.unsettled);
+          break;
       }
     }
     return false;
   }
 
-  void carry_out() noexcept {
-    const Stream side = pool_.driver().side_stream();
-    for (Ahead& job : ahead_) {
-      const Reservation::Arriving one{&job.client->range(), &job.arrival};
-      Reservation::carry_out({&one, 1}, side, true);
-    }
-    const auto until = std::chrono::steady_clock::now() + kStepTime;
-    for (Back& job : back_) {
-      job.client->range().carry_out(job.departure, until);
-      if (std::chrono::steady_clock::now() >= until) break;  // the rest is claimed again
-    }
-    if (!cleaning_) return;
-    try {
-      cleaning_->zeroed = cleaning_->client->clean(cleaning_->runs);
-    } catch (...) {
-      cleaning_->error = std::current_exception();
-    }
-  }
-
-  void enter() VT_LOCKED {
-    for (Ahead& job : ahead_) {
-      if (!job.client->enter_ahead(job.arrival)) {
-        pool_.want_no_more(*job.client);
-      } else if (!job.client->hooks.first && job.client->hooks.wanting.linked()) {
-        pool_.wanting().remove(job.client->hooks.wanting);  // the others first
-        pool_.wanting().add(job.client->hooks.wanting, job.client);
+  // Zeroes pages for their next owner.
+  bool clean() VT_LOCKED {
+    ClientList& unclean = pool_.cached().unclean;
+    for (auto at = unclean.begin(); at != unclean.end();) {
+      const std::shared_ptr<Client> client = *at++;
+      if (client->clean_some(lock_, most_)) return true;
+      if (client->to_clean()) {
+        waits_ = true;
+      } else {
+        unclean.remove(client->hooks.unclean);
       }
     }
-    for (Back& job : back_) {
-      job.client->enter_back(job.departure);
-      if (!job.departure.error)
-        job.client->give_back_unused();  // the owner may have left meanwhile
-    }
-    if (cleaning_)
-      cleaning_->client->enter_cleaning(cleaning_->runs, std::move(cleaning_->zeroed),
-                                        cleaning_->error);
+    return false;
   }
 
  private:
-  struct Ahead {
-    std::shared_ptr<Client> client;
-    Reservation::Arrival arrival;
-  };
-  struct Back {
-    std::shared_ptr<Client> client;
-    Reservation::Departure departure;
-  };
-  struct Cleaning {
-    std::shared_ptr<Client> client;
-    std::vector<Reservation::Run> runs;
-    FencePtr zeroed;
-    std::exception_ptr error;
-  };
-
-  // Whether pages are on their way out, which a client that wants pages may wait for.
-  bool is_leaving() const VT_LOCKED {
-    return std::any_of(pool_.unsettled().begin(), pool_.unsettled().end(),
-                       [](const auto& client) VT_LOCKED { return client->pages_leaving() != 0; });
-  }
-
-  // Has handles made at once, if the driver takes long for them.
-  void make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED {
+  // Free pages for one client, made at once if the driver takes long for that.
+  std::size_t find_pages() VT_LOCKED {
     std::size_t wanted = 0;
     for (const std::shared_ptr<Client>& client : pool_.wanting()) {
-      if (wanted >= pages) break;
+      if (wanted >= most_) break;
       wanted += client->missing_ahead();
     }
+    PageStore& store = pool_.store();
     try {
-      pool_.store().make_ready(lock, std::min(wanted, pages));
-    } catch (...) {
-      // Taking the pages is refused again, for the client that wants them.
+      const std::size_t most = std::min(most_, store.available());
+      try {
+        store.make_ready(lock_, std::min(wanted, most));
+      } catch (...) {
+        // Taking the pages is refused again, for the client that wants them.
+      }
+      return store.cover_available(most);  // callers may have taken some meanwhile
+    } catch (const DriverError&) {
+      throw;  // the mapper tries again
+    } catch (const Error&) {
+      return 0;  // of a shared budget: an operation that needs the pages raises it
     }
   }
 
   PagePool& pool_;
+  PoolLock& lock_;
   const std::size_t most_;
   bool waits_ = false;
   bool refused_ = false;
-  std::vector<Ahead> ahead_;
-  std::vector<Back> back_;
-  std::optional<Cleaning> cleaning_;
 };
 
 Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& signal,
@@ -300,39 +246,33 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
   for (bool back_first = false; !signal.stopping_.load(std::memory_order_acquire);
        back_first = !back_first) {
     while (pool->quiescing() && !signal.stopping_.load(std::memory_order_acquire))
-      pool->wait_changed(lock, std::chrono::steady_clock::now() + kLongestPause);
+      pool->wait_changed(lock, steady_clock::now() + kLongestPause);
     pool->reap();
     const MakeRoom::Given given = MakeRoom(*pool).give_to_others(lock);
     if (given == MakeRoom::Given::some) {
       const Waiting others_first(lock);
       continue;
     }
-    Step step(*pool);
-    const bool claimed =
-        !pool->store().broken() && ((back_first && step.claim_back()) || step.claim_ahead(lock) ||
-                                    (!back_first && step.claim_back()) || step.claim_cleaning());
-    if (!claimed) {
-      next = pool->maintain(lock);
-      if (next <= std::chrono::steady_clock::now()) {
-        const Waiting others_first(lock);
-        continue;
-      }
-      if (step.refused() && !pool->retired())
-        next = std::min(next, std::chrono::steady_clock::now() + kRetryPause);
-      if (!step.waits() && given != MakeRoom::Given::waits) {
-        pause = kShortestPause;
-      } else {
-        next = std::min(next, std::chrono::steady_clock::now() + pause);
-        pause = std::min(2 * pause, kLongestPause);
-      }
-      break;
+    Step step(*pool, lock);
+    if (!pool->store().broken() && ((back_first && step.give_back()) || step.map_ahead() ||
+                                    (!back_first && step.give_back()) || step.clean())) {
+      pause = kShortestPause;
+      continue;
     }
-    pause = kShortestPause;
-    {
-      const Unlocked unlocked(lock);
-      step.carry_out();
+    next = pool->maintain(lock);
+    if (next <= steady_clock::now()) {
+      const Waiting others_first(lock);
+      continue;
     }
-    step.enter();
+    if (step.refused() && !pool->retired())
+      next = std::min(next, steady_clock::now() + kRetryPause);
+    if (!step.waits() && given != MakeRoom::Given::waits) {
+      pause = kShortestPause;
+    } else {
+      next = std::min(next, steady_clock::now() + pause);
+      pause = std::min(2 * pause, kLongestPause);
+    }
+    break;
   }
   pool->changed();
   return next;

@@ -223,25 +223,10 @@ TEST_CASE("a pool knows each page that the device has made for it") {
 
 // Growth waits for zeroing by its fence.
 TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
-  const auto entered = [](const std::function<void()>& enter) {
-    allowed = 0;
-    bool all = true;
-    try {
-      enter();
-    } catch (const std::bad_alloc&) {
-      all = false;
-    }
-    allowed = -1;
-    return all;
-  };
   std::shared_ptr<PagePool> pool =
       PagePool::create(OnSimulation::open(), {.budget = kPages * kPage, .cache = 64 * kPage});
-  const auto quiet = [&pool](Client& client) {
-    const PoolLock lock(pool);
-    return client.is_quiet();
-  };
-  OnSimulation::control().hold(pool->driver().side_stream());
-  std::shared_ptr<Buffer> buffer, mapped;
+  const Stream side = pool->driver().side_stream();
+  OnSimulation::control().hold(side);
   SUBCASE("mapped") {
     const std::shared_ptr<Buffer> first = Buffer::create(pool, {1, kPage, 8, 0, false}, kCaller);
     first->grow(kCaller, {0, 8}, false);
@@ -250,7 +235,7 @@ TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
       first->keep_nothing();
     }
     first->abandon();
-    buffer = mapped = Buffer::create(pool, kShape, kCaller);
+    const std::shared_ptr<Buffer> buffer = Buffer::create(pool, kShape, kCaller);
     Reservation::Arrival arrival;
     {
       const PoolLock lock(pool);
@@ -258,34 +243,46 @@ TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
       REQUIRE(buffer->claim_ahead(arrival, 4));
     }
     const Reservation::Arriving one{&buffer->range(), &arrival};
-    Reservation::carry_out({&one, 1}, pool->driver().side_stream(), true);
+    Reservation::carry_out({&one, 1}, side, true);
     REQUIRE(arrival.zeroed != nullptr);
-    const PoolLock lock(pool);
-    CHECK(entered([&] { buffer->enter_ahead(arrival); }));
+    {
+      const PoolLock lock(pool);
+      allowed = 0;
+      CHECK_NOTHROW(buffer->enter_ahead(arrival));
+      allowed = -1;
+      CHECK_FALSE(buffer->is_quiet());
+    }
+    buffer->abandon();
   }
-  for (const bool refused : {false, true}) {
-    SUBCASE(refused ? "zeroed, and without a fence" : "zeroed") {
-      buffer = Buffer::create(pool, kShape, kCaller);
+  SUBCASE("zeroed") {  // each allocation is refused in turn, those that make the fence among them
+    const auto launched = [&pool] {
+      return pool->driver().meter().count(ThreadRole::caller, Call::cuMemsetD8Async);
+    };
+    for (long n = 0, left = -1; left < 0; ++n) {
+      const std::shared_ptr<Buffer> buffer = Buffer::create(pool, kShape, kCaller);
       buffer->grow(kCaller, {0, 16}, false);
-      std::vector<Reservation::Run> runs;
       {
-        const PoolLock lock(pool);
+        PoolLock lock(pool);
         buffer->abandon();
         pool->reap();
-        REQUIRE(buffer->claim_cleaning(runs, 4));
+        const auto before = launched();
+        bool zeroed = false;
+        allowed = n;
+        try {
+          zeroed = buffer->clean_some(lock, 4);
+        } catch (const std::bad_alloc&) {
+        }
+        left = std::exchange(allowed, -1);
+        CHECK((zeroed || (left < 0 && launched() == before)));
+        CHECK(buffer->is_quiet() == !zeroed);
+        buffer->keep_nothing();
       }
-      FencePtr zeroed = buffer->clean(runs);
-      const PoolLock lock(pool);
-      CHECK(entered([&] {
-        const auto error = refused ? std::make_exception_ptr(1) : std::exception_ptr();
-        buffer->enter_cleaning(runs, refused ? nullptr : std::move(zeroed), error);
-      }));
+      OnSimulation::control().release(side);
+      pool->wait_idle(kPatience);
+      OnSimulation::control().hold(side);
     }
   }
-  CHECK_FALSE(quiet(*buffer));
-  OnSimulation::control().release(pool->driver().side_stream());
-  if (mapped) std::exchange(mapped, nullptr)->abandon();
-  buffer.reset();
+  OnSimulation::control().release(side);
   pool->retire();
   let_go<OnSimulation>(pool);
 }
