@@ -6,7 +6,7 @@
 
 #include "base/align.h"
 #include "base/errors.h"
-#include "vmm/wait.h"
+#include "vmm/pending_work.h"
 
 namespace vtensor {
 

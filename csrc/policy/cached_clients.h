@@ -7,7 +7,7 @@
 
 #include "policy/client_list.h"
 #include "vmm/pool_lock.h"
-#include "vmm/row_shape.h"
+#include "vmm/reservation.h"
 
 namespace vtensor {
 

@@ -380,12 +380,8 @@ Client::Settled Client::claim_back(Reservation::Departure& departure, std::size_
     if (leaves_all || !begin_unmapping())
       return release_range() && quiet ? Settled::done : Settled::waits;
     if (!all_passed(driver_, unmap_after_)) return Settled::waits;
-    std::vector<Reservation::Run> within;
     const std::size_t most = std::max<std::size_t>(1, pages / range_.rows());
-    for (const Interval indices : range_.runs_of(Why::fenced, most)) {
-      for (std::size_t row = 0; row < range_.rows(); ++row) within.push_back({row, indices});
-    }
-    departure = range_.departing(within);
+    departure = range_.departing(range_.runs_of(Why::fenced, most));
     busy_ = true;
     return Settled::some;
   } catch (...) {

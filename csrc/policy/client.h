@@ -23,7 +23,6 @@
 #include "vmm/pending_work.h"
 #include "vmm/pool_lock.h"
 #include "vmm/reservation.h"
-#include "vmm/row_shape.h"
 
 namespace vtensor {
 

@@ -156,7 +156,7 @@ class Mapper::Step {
       }
       {
         const Unlocked unlocked(lock_);
-        const Reservation::Arriving one{&client->range(), &arrival};
+        Reservation::Arrival* const one = &arrival;
         Reservation::carry_out({&one, 1}, pool_.driver().side_stream(), true);
       }
       if (!client->enter_ahead(arrival)) {

@@ -439,16 +439,11 @@ bool PagePool::tidy() noexcept {
 
 void PagePool::end(Ended* ended) noexcept {
   if (in_forked_child()) return;
-  const std::shared_ptr<PagePool> self = shared_from_this();
+  std::shared_ptr<PagePool> self = shared_from_this();
   ended_.push(ended);
-  // The holder of the lock looks again after letting it go, as this thread does. If that is this
-  // thread, it finds the lock taken: a mutex of POSIX allows to try.
-  while (left_over() && mutex_.try_lock()) {
-    assume_locked();
-    const bool wake = tidy();
-    mutex_.unlock();
-    if (wake) after_unlock();
-  }
+  // Whichever thread has the lock looks again after letting it go, as this one does. If it is this
+  // one, it finds the lock taken: a mutex of POSIX allows to try.
+  const PoolLock tried(std::move(self), std::try_to_lock);
 }
 
 void PagePool::end_later(Ended* ended) noexcept {

@@ -30,7 +30,7 @@
 #include "vmm/page_store.h"
 #include "vmm/pool_lock.h"
 #include "vmm/pool_options.h"
-#include "vmm/row_shape.h"
+#include "vmm/reservation.h"
 #include "vmm/shared_range.h"
 
 namespace vtensor {

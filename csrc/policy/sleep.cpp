@@ -9,7 +9,6 @@
 #include "policy/make_room.h"
 #include "vmm/copy_on_write.h"
 #include "vmm/pending_work.h"
-#include "vmm/wait.h"
 
 namespace vtensor {
 

@@ -15,7 +15,7 @@
 
 #include "base/errors.h"
 #include "base/process.h"
-#include "vmm/wait.h"
+#include "vmm/pending_work.h"
 
 namespace vtensor {
 

@@ -10,7 +10,7 @@
 #include "base/process.h"
 #include "base/trace.h"
 #include "vmm/copy_on_write.h"
-#include "vmm/wait.h"
+#include "vmm/pending_work.h"
 
 namespace vtensor {
 

@@ -17,7 +17,7 @@
 #include "tensor/page_set.h"
 #include "tensor/row_geometry.h"
 #include "vmm/caller.h"
-#include "vmm/row_shape.h"
+#include "vmm/reservation.h"
 
 namespace vtensor {
 

@@ -29,8 +29,7 @@ struct Buffer::Growing {
     arrival.runs = range.collect(added, is_unmapped);
     copy_on_write.clear();
     if (buffer.shares()) copy_on_write = range.collect(written, is_copy_on_write);
-    missing = 0;
-    for (const Reservation::Run& run : arrival.runs) missing += run.indices.size();
+    missing = Reservation::pages_of(arrival.runs);
     unordered = !added.empty() && !buffer.is_quiet();
     if (missing != 0 || !copy_on_write.empty() || unordered || !range.unclean_in(added, 1).empty())
       buffer.require_no_capture(caller);
@@ -147,9 +146,10 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
     again = MakeRoom(*pool).ready(lock, caller.operation, missing + to_unshare);
   }
   for (Growing& one : all) one.begin(lock);
-  std::vector<Reservation::Arriving> arriving;
+  std::vector<Reservation::Arrival*> arriving;
   for (Growing& one : all) {
-    if (one.missing != 0) arriving.push_back({&one.range, &one.arrival});
+    one.arrival.range = &one.range;
+    if (one.missing != 0) arriving.push_back(&one.arrival);
   }
   try {
     Promise promise(pool->store(), to_unshare);

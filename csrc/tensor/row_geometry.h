@@ -5,7 +5,7 @@
 
 #include "base/align.h"
 #include "base/interval.h"
-#include "vmm/row_shape.h"
+#include "vmm/reservation.h"
 
 namespace vtensor {
 

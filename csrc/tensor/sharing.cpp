@@ -8,7 +8,7 @@
 #include "policy/make_room.h"
 #include "tensor/buffer.h"
 #include "vmm/copy_on_write.h"
-#include "vmm/wait.h"
+#include "vmm/pending_work.h"
 
 namespace vtensor {
 

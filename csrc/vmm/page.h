@@ -1,4 +1,5 @@
-// The record of one page handle: how many references it has, and what its memory holds.
+// The record of one page handle: how many references it has, and what its memory holds; and lists
+// of pages.
 #pragma once
 
 #include <cstddef>
@@ -22,14 +23,14 @@ struct Page {
   std::uint64_t last_owner = kNoOwner;  // id of the client that had it last
   std::uint64_t sleep = 0;              // number of the last sleep that it was in
   std::size_t sleep_slot = 0;           // index of its bytes in the saved image of that sleep
-  // Neighbours in the list of spare pages, by the time they were freed. Reservation::kept_ links
-  // pages by `older`.
+  std::size_t index = 0;                // of a cached page of an arena
+  // Neighbours in the list that has the page. Reservation::kept_ links pages by `older`.
   Page* older = nullptr;
   Page* newer = nullptr;
 };
 
-// Free pages whose memory is kept, oldest first.
-class SparePages {
+// Pages in the order in which they came, oldest first. A page is in one list at a time.
+class PageList {
  public:
   std::size_t size() const { return size_; }
   Page* oldest() const { return oldest_; }

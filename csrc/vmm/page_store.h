@@ -87,8 +87,7 @@ class PageStore {
 
   // -- handles in use
 
-  RowHome open_home(std::size_t pages) VT_LOCKED { return placement_.open_home(pages); }
-  void close_home(RowHome& home) noexcept VT_LOCKED { placement_.close_home(home); }
+  void close(RowHome& home) noexcept VT_LOCKED { placement_.close(home); }
   // Adds `n` free pages to `out`, to be mapped after `previous`, each with one reference.
   // `stitched`: takes kept memory of any row before kept memory has to be given back to make other.
   // Such a page costs a kernel mapping, which takes less time than making memory. Requires: the

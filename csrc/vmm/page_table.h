@@ -93,6 +93,12 @@ class PageTable {
     Interval indices;
   };
 
+  static std::size_t pages_of(std::span<const Run> runs) {
+    std::size_t pages = 0;
+    for (const Run& run : runs) pages += run.indices.size();
+    return pages;
+  }
+
   explicit PageTable(std::size_t rows) : rows_(rows) {}
   PageTable(const PageTable&) = delete;
   PageTable& operator=(const PageTable&) = delete;

@@ -64,7 +64,10 @@ void Placement::pick(RowHome& home, const Page* previous, std::size_t n, std::si
     return;
   }
   for (std::size_t at = 0; n != 0;) {
-    if (at == home.runs.size()) home.runs.push_back(open_run(home.pages));
+    if (at == home.runs.size()) {
+      home.runs.reserve(at + 1);
+      home.runs.push_back(open_run(home.pages, at == 0 ? 1 : home.pages));
+    }
     HandleRun& run = *home.runs[at];
     Page* page;
     if (fresh == 0 && run.spare == 0 && spare_.size() != 0) {
@@ -154,21 +157,7 @@ HandleRun& Placement::run_of(const Page* page) {
   return std::prev(runs_.upper_bound(page->handle))->second;
 }
 
-RowHome Placement::open_home(std::size_t pages) {
-  RowHome home{pages, {}};
-  if (!driver_.traits().adjacent_handles) return home;
-  home.runs.reserve(2);
-  if (HandleRun* run = open_idle(pages, 1)) home.runs.push_back(run);
-  try {
-    if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(open_run(pages));
-  } catch (...) {
-    close_home(home);
-    throw;
-  }
-  return home;
-}
-
-void Placement::close_home(RowHome& home) noexcept {
+void Placement::close(RowHome& home) noexcept {
   for (HandleRun* run : home.runs) close(*run);
   home.runs.clear();
 }
@@ -264,9 +253,10 @@ HandleRun* Placement::open_idle(std::size_t pages, std::size_t least) {
   return run;
 }
 
-// A run of `pages` pages. Makes new handles only if few of those that exist are idle.
-HandleRun* Placement::open_run(std::size_t pages) {
-  if (HandleRun* idle = open_idle(pages, pages)) return idle;
+// A run of `pages` pages, or an idle one of `least` or more. Makes new handles only if few of those
+// that exist are idle.
+HandleRun* Placement::open_run(std::size_t pages, std::size_t least) {
+  if (HandleRun* idle = open_idle(pages, least)) return idle;
   const Handle first = driver_.create(pages);
   return &add_run(first, pages);
 }

@@ -36,8 +36,8 @@ struct HandleRun {
 // The runs that one row grows through: the second and later ones while other tensors still have
 // pages of the first. None if handles are made one by one.
 struct RowHome {
-  std::size_t pages = 0;
-  std::vector<HandleRun*> runs;
+  std::size_t pages = 0;  // that the row may have
+  std::vector<HandleRun*> runs = {};
 };
 
 class Placement {
@@ -46,8 +46,8 @@ class Placement {
   Placement(const Placement&) = delete;
   Placement& operator=(const Placement&) = delete;
 
-  RowHome open_home(std::size_t pages);
-  void close_home(RowHome& home) noexcept;
+  // No pages of the row are taken any more.
+  void close(RowHome& home) noexcept;
   // Adds to `out` `n` free pages, to be mapped after `previous` (null at a row's start), each with
   // one reference. Those that are not resident have no memory yet. When `fresh` of them have none,
   // takes spare pages of any run. May call Driver::create; if that throws, `out` has what was added
@@ -57,7 +57,7 @@ class Placement {
   // A page for a handle that the driver makes by itself, with a reference.
   Page* blank();
   // Free pages whose memory is kept.
-  const SparePages& spare() const { return spare_; }
+  const PageList& spare() const { return spare_; }
   // Gives a spare page a reference.
   void take_spare(Page* page) noexcept;
   // The page has no reference any more. It is spare if it is resident.
@@ -80,13 +80,13 @@ class Placement {
   HandleRun& split(HandleRun& run, std::size_t index);
   HandleRun* best_idle(std::size_t pages, std::size_t least);
   HandleRun* open_idle(std::size_t pages, std::size_t least);
-  HandleRun* open_run(std::size_t pages);
+  HandleRun* open_run(std::size_t pages, std::size_t least);
 
   static constexpr std::size_t kMostLooks = 32;
   static constexpr std::size_t kRecordsAtOnce = 256;
 
   Driver& driver_;
-  SparePages spare_;
+  PageList spare_;
   SparseArray<Page*, 32> pages_;  // by handle, of adjacent handles
   Runs runs_;                     // by their first handles
   IdleRuns idle_;

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "vmm/wait.h"
+#include "vmm/pending_work.h"
 
 namespace vtensor {
 
@@ -19,18 +19,9 @@ Reservation::Reservation(Driver& driver, PageStore& pages, const RowShape& shape
       page_size_(driver.traits().page_size),
       zeroed_(shape.zeroed) {}
 
-void Reservation::add_page_runs(std::vector<PageRun>& to, std::span<const Run> runs,
-                                std::span<const Handle> handles) const {
-  for (const Run& run : runs) {
-    to.push_back({address(run), handles.first(run.indices.size())});
-    handles = handles.subspan(run.indices.size());
-  }
-}
-
 void Reservation::take(std::size_t row, const Page* previous, std::size_t n,
                        std::vector<Page*>& out) {
-  homes_.reserve(rows());
-  while (homes_.size() < rows()) homes_.push_back(pages_.open_home(row_pages_));
+  if (homes_.empty()) homes_.resize(rows(), {row_pages_});
   pages_.take(homes_[row], previous, n, stitched_, out);
 }
 
@@ -42,15 +33,15 @@ Reservation::Arrival Reservation::shared(Interval indices, std::span<Page* const
   return arrival;
 }
 
-void Reservation::map(PoolLock& lock, std::span<const Arriving> all, Stream stream, bool populate) {
+void Reservation::map(PoolLock& lock, std::span<Arrival* const> all, Stream stream, bool populate) {
   if (all.empty()) return;
   std::size_t claimed = 0;
   try {
-    for (; claimed < all.size(); ++claimed) all[claimed].range->claim(*all[claimed].arrival);
+    for (; claimed < all.size(); ++claimed) all[claimed]->range->claim(*all[claimed]);
   } catch (...) {
-    for (const auto& [range, arrival] : all.first(claimed)) {
+    for (Arrival* const arrival : all.first(claimed)) {
       arrival->error = std::current_exception();
-      range->enter(*arrival);
+      arrival->range->enter(*arrival);
     }
     throw;
   }
@@ -58,21 +49,23 @@ void Reservation::map(PoolLock& lock, std::span<const Arriving> all, Stream stre
     const Unlocked unlocked(lock);
     carry_out(all, stream, populate);
   }
-  for (const auto& [range, arrival] : all) range->enter(*arrival);
-  if (const std::exception_ptr& error = all.front().arrival->error) std::rethrow_exception(error);
+  for (Arrival* const arrival : all) arrival->range->enter(*arrival);
+  if (const std::exception_ptr& error = all.front()->error) std::rethrow_exception(error);
 }
 
 void Reservation::map(PoolLock& lock, Arrival& arrival, Stream stream, bool populate) {
-  const Arriving one{this, &arrival};
+  arrival.range = this;
+  Arrival* const one = &arrival;
   if (!arrival.runs.empty()) map(lock, {&one, 1}, stream, populate);
 }
 
 void Reservation::claim(Arrival& arrival) {
   pages_.raise_if_broken();
+  arrival.range = this;
   const bool given = !arrival.given.empty();
-  std::size_t claimed = 0, done = 0, n = 0;
+  std::size_t claimed = 0, done = 0;
   try {
-    for (const Run& run : arrival.runs) n += run.indices.size();
+    const std::size_t n = pages_of(arrival.runs);
     arrival.handles.resize(n);
     if (!given) arrival.taken.reserve(n);  // once for all runs
     for (const Run& run : arrival.runs) {
@@ -98,17 +91,21 @@ void Reservation::claim(Arrival& arrival) {
   }
 }
 
-void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept {
-  const Reservation& first = *all.front().range;
-  const Arrival& any = *all.front().arrival;
+void Reservation::carry_out(std::span<Arrival* const> all, Stream stream, bool populate) noexcept {
+  const Arrival& any = *all.front();
+  const Reservation& first = *any.range;
   std::size_t mapped = 0;
   std::exception_ptr error;
   try {
     std::vector<PageRun> runs;
     std::size_t pages = 0;
-    for (const auto& [range, arrival] : all) {
+    for (const Arrival* const arrival : all) {
       pages += arrival->handles.size();
-      range->add_page_runs(runs, arrival->runs, arrival->handles);
+      std::span<const Handle> handles = arrival->handles;
+      for (const Run& run : arrival->runs) {
+        runs.push_back({arrival->range->address(run), handles.first(run.indices.size())});
+        handles = handles.subspan(run.indices.size());
+      }
     }
     {
       const trace::Span span(trace::What::map, runs.front().at, pages * first.page_size_,
@@ -116,15 +113,15 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
       first.driver_.map(runs, access_of(any.state), mapped);
     }
     if (!any.given.empty()) return;
-    for (const auto& [range, arrival] : all) range->ready(*arrival, stream, populate);
+    for (Arrival* const arrival : all) arrival->range->ready(*arrival, stream, populate);
     return;
   } catch (...) {
     error = std::current_exception();
   }
-  for (const Arriving& one : all) {
-    one.arrival->error = error;
-    one.arrival->mapped = std::min(mapped, one.arrival->handles.size());
-    mapped -= one.arrival->mapped;
+  for (Arrival* const arrival : all) {
+    arrival->error = error;
+    arrival->mapped = std::min(mapped, arrival->handles.size());
+    mapped -= arrival->mapped;
   }
 }
 
@@ -184,7 +181,7 @@ bool Reservation::await_work(Stream stream) const noexcept {
   }
 }
 
-Reservation::Departure Reservation::departing(std::span<const Run> within) const {
+Reservation::Departure Reservation::departing(std::span<const Interval> within) const {
   Departure departure;
   std::vector<Run> asleep;
   // By state, so that each run has one; negative if asleep.
@@ -194,11 +191,13 @@ Reservation::Departure Reservation::departing(std::span<const Run> within) const
     if (!is_mapped(entry)) return 0;
     return is_awake(entry) ? state : -state;
   };
-  for (const Run& run : within) {
-    each_run(run.row, run.indices, kind, [&](const Run& some, int kind) {
-      (kind > 0 ? departure.runs : asleep).push_back(some);
-      departure.pages += some.indices.size();
-    });
+  for (const Interval indices : within) {
+    for (std::size_t row = 0; row < rows(); ++row) {
+      each_run(row, indices, kind, [&](const Run& run, int kind) {
+        (kind > 0 ? departure.runs : asleep).push_back(run);
+        departure.pages += run.indices.size();
+      });
+    }
   }
   departure.awake = departure.runs.size();
   departure.runs.insert(departure.runs.end(), asleep.begin(), asleep.end());
@@ -263,7 +262,7 @@ void Reservation::end() noexcept {
     Page* const page = std::exchange(kept_, kept_->older);
     pages_.drop(page);
   }
-  for (RowHome& home : homes_) pages_.close_home(home);
+  for (RowHome& home : homes_) pages_.close(home);
   homes_.clear();
 }
 

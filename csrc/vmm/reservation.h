@@ -6,6 +6,7 @@
 #pragma once
 
 #include <chrono>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -20,10 +21,22 @@
 #include "vmm/page_store.h"
 #include "vmm/page_table.h"
 #include "vmm/pool_lock.h"
-#include "vmm/row_shape.h"
+#include "vmm/reservation.h"
 #include "vmm/shared_range.h"
 
 namespace vtensor {
+
+// A position is what one step of growth adds to a row.
+struct RowShape {
+  std::size_t rows = 0;
+  std::size_t item_bytes = 0;  // of one position in one row
+  std::size_t capacity = 0;    // positions
+  std::size_t phase = 0;       // bytes before position 0 in a row's first page
+  bool zeroed = false;         // pages are zeroed even if they come back to this buffer
+  std::size_t row_stride = 0;  // pages from one row to the next; 0: they lie side by side
+
+  friend auto operator<=>(const RowShape&, const RowShape&) = default;
+};
 
 class Reservation : public PageTable {
  public:
@@ -41,16 +54,13 @@ class Reservation : public PageTable {
     EntryState state = EntryState::writable;  // of the entries, once mapped
     bool ahead = false;  // mapped by the mapper, which zeroes in the side stream
 
-    std::vector<Page*> taken;     // from the store, run after run
-    std::vector<Handle> handles;  // of all pages, run after run
+    Reservation* range = nullptr;  // from `claim` on
+    std::vector<Page*> taken;      // from the store, run after run
+    std::vector<Handle> handles;   // of all pages, run after run
     std::exception_ptr error;
     std::size_t mapped = 0;  // with an error: the first so many pages were mapped, and leave
     bool zeroing = false;    // some pages are being zeroed
     FencePtr zeroed;         // after that zeroing, if `ahead`; null if it has ended
-  };
-  struct Arriving {
-    Reservation* range;
-    Arrival* arrival;
   };
 
   // Pages being unmapped.
@@ -95,7 +105,7 @@ class Reservation : public PageTable {
   Arrival shared(Interval indices, std::span<Page* const> pages) const;
   // The three steps for several ranges in one batch of driver calls. Throws as the driver; the
   // pages that it had mapped leave then.
-  static void map(PoolLock& lock, std::span<const Arriving> all, Stream stream, bool populate)
+  static void map(PoolLock& lock, std::span<Arrival* const> all, Stream stream, bool populate)
       VT_LOCKED;
   void map(PoolLock& lock, Arrival& arrival, Stream stream, bool populate) VT_LOCKED;
 
@@ -104,15 +114,15 @@ class Reservation : public PageTable {
   void claim(Arrival& arrival) VT_LOCKED;
   // Maps the claimed pages, zeroes those with another owner's bytes, and populates them if
   // `populate`. Requires: all arrivals are given and have one state, or none is given.
-  static void carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept;
+  static void carry_out(std::span<Arrival* const> all, Stream stream, bool populate) noexcept;
   // Enters the pages of an arrival in the page table. After an error its mapped pages leave, and
   // the others go back to the store.
   void enter(const Arrival& arrival) VT_LOCKED;
 
   // -- unmapping
 
-  // The departure of all pages that are mapped within `within`.
-  Departure departing(std::span<const Run> within) const VT_LOCKED;
+  // The departure of all pages that are mapped at these indices.
+  Departure departing(std::span<const Interval> within) const VT_LOCKED;
   // Unmaps them. Begins no further driver call after `until`.
   void carry_out(Departure& departure, std::optional<std::chrono::steady_clock::time_point> until =
                                            std::nullopt) const noexcept;
@@ -156,9 +166,6 @@ class Reservation : public PageTable {
   void event(trace::What what, Interval indices) const;
 
  private:
-  // Adds `runs` as the driver takes them, with their handles from the first of `handles` on.
-  void add_page_runs(std::vector<PageRun>& to, std::span<const Run> runs,
-                     std::span<const Handle> handles) const;
   // Of the page in the range that is shown to readers.
   std::size_t shown_at(std::size_t row, std::size_t index) const {
     return (address(row, index) - shared_->base()) / page_size_;

@@ -13,7 +13,7 @@
 
 #include "base/errors.h"
 #include "base/system_errors.h"
-#include "vmm/wait.h"
+#include "vmm/pending_work.h"
 
 namespace vtensor {
 

@@ -26,7 +26,7 @@
 #include "kv/slot_cache.h"
 #include "policy/make_room.h"
 #include "simcuda/client.h"
-#include "vmm/wait.h"
+#include "vmm/pending_work.h"
 
 namespace vtensor::slots {
 

@@ -437,7 +437,7 @@ TEST_CASE("a prefix whose mapping is refused shows its bytes to no later owner (
   offered.clear();
   first->abandon();
   second->abandon();
-  const Reservation::Arriving one{&second->range(), &arrival};
+  Reservation::Arrival* const one = &arrival;
   pool->driver().meter().fail_after(0);
   Reservation::carry_out({&one, 1}, 0, true);
   pool->driver().meter().disarm();

@@ -242,7 +242,7 @@ TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
       buffer->want_until(16, false);
       REQUIRE(buffer->claim_ahead(arrival, 4));
     }
-    const Reservation::Arriving one{&buffer->range(), &arrival};
+    Reservation::Arrival* const one = &arrival;
     Reservation::carry_out({&one, 1}, side, true);
     REQUIRE(arrival.zeroed != nullptr);
     {
