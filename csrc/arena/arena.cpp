@@ -76,12 +76,10 @@ Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, const Cal
 
 std::size_t Arena::pages_for(const PagePool& pool, std::size_t bytes, const Caller& caller) {
   const std::size_t page = pool.page_size();
-  // State links cached pages by 32-bit indices.
-  const std::size_t limit = std::min<std::size_t>(kMostBytes, kNone * page);
-  if (bytes == 0 || bytes > limit - page) {
+  if (bytes == 0 || bytes > kMostBytes - page) {
     throw CapacityExceeded("[", caller.operation, "] ", bytes,
                            " bytes cannot be reserved in pages of ", page,
-                           ": ask for at least 1 and at most ", limit - page);
+                           ": ask for at least 1 and at most ", kMostBytes - page);
   }
   return ceil_div(bytes, page);
 }
@@ -185,17 +183,25 @@ std::uint64_t Arena::now() {
 std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
                                      std::span<const Interval> pages,
                                      std::span<const std::uint64_t> since, bool in_capture) {
-  if (in_capture) have_mapped(lock, caller, pages);
   Reservation::Arrival arrival;
   std::size_t count = 0;
-  do {
+  for (int asked = 0;;) {
     raise_if_asleep(caller.operation);
     await_turn(lock, caller);
     raise_if_asleep(caller.operation);
     arrival.runs = missing(pages);
-    count = 0;
-    for (const Reservation::Run& run : arrival.runs) count += run.indices.size();
-  } while (MakeRoom(*pool_).ready(lock, caller.operation, count));
+    count = Reservation::pages_of(arrival.runs);
+    if (MakeRoom(*pool_).ready(lock, caller.operation, count)) continue;
+    if (!in_capture || (count == 0 && is_quiet()) || !driver_.traits().asynchronous ||
+        !driver_.capturing(caller.operation, caller.stream))
+      break;
+    if (asked++ == kAsked) {
+      throw OutOfPages("[", caller.operation, "] ", arrival.runs.size(),
+                       " runs of pages are missing, and the mapper, which maps during a capture, "
+                       "could not map them: run the step once before it is captured");
+    }
+    await_mapper(lock, caller, arrival.runs);
+  }
   std::vector<char> kept;
   for (std::size_t n = 0; n < pages.size(); ++n) kept.push_back(this->kept(pages[n], since, n));
   const bool unordered = !is_quiet();
@@ -210,34 +216,22 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
   return kept;
 }
 
-// During a capture of the caller's stream.
-void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const Interval> pages) {
-  for (int asked = 0;;) {
-    raise_if_asleep(caller.operation);
-    await_turn(lock, caller);
-    const std::vector<Reservation::Run> runs = missing(pages);
-    if (runs.empty() && is_quiet()) return;
-    if (!driver_.traits().asynchronous || !driver_.capturing(caller.operation, caller.stream))
-      return;
-    if (asked == kAsked) {
-      throw OutOfPages("[", caller.operation, "] ", runs.size(),
-                       " runs of pages are missing, and the mapper, which maps during a capture, "
-                       "could not map them: run the step once before it is captured");
-    }
-    std::size_t count = 0;
-    for (const Reservation::Run& run : runs) count += run.indices.size();
-    if (MakeRoom(*pool_).ready(lock, caller.operation, count)) continue;
-    for (const Reservation::Run& run : runs) range_.set_why(run.indices, Why::prefetched);
-    if (count != 0) pool_->want_first(shared_from_this());
-    pool_->wake_mapper();
-    ++asked;
-    {
-      const Counted awaits(awaiting_);
-      pool_->await(lock, caller.operation, "the mapper, which maps during a capture",
-                   [this]() VT_LOCKED { return !wants() && !busy_ && is_quiet(); });
-    }
-    if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
+void Arena::await_mapper(PoolLock& lock, const Caller& caller,
+                         std::span<const Reservation::Run> runs) {
+  for (const Reservation::Run& run : runs) range_.set_why(run.indices, Why::prefetched);
+  ask_mapper();
+  if (!runs.empty()) pool_->want_first(shared_from_this());
+  {
+    const Counted awaits(awaiting_);
+    pool_->await(lock, caller.operation, "the mapper, which maps during a capture",
+                 [this]() VT_LOCKED { return !wants() && !busy_ && is_quiet(); });
   }
+  if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
+}
+
+void Arena::ask_mapper() {
+  if (wants()) pool_->want(shared_from_this());
+  pool_->wake_mapper();
 }
 
 void Arena::note_arrival(const Reservation::Arrival& arrival) {
@@ -327,9 +321,7 @@ void Arena::prepare(std::span<const Interval> intervals) {
       return index.why() == Why::nothing ? Why::prefetched : index.why();
     });
   }
-  if (!wants()) return;
-  pool_->want(shared_from_this());
-  pool_->wake_mapper();
+  if (wants()) ask_mapper();
 }
 
 std::size_t Arena::trim(const Caller& caller, std::span<const Interval> intervals) {
@@ -377,20 +369,16 @@ bool Arena::may_cache() const {
 }
 
 // Puts the page at the end of the list of cached pages, and the arena on the pool's list.
-void Arena::cache(std::size_t page) noexcept {
-  Use& use = uses_.reserved(page);
-  use.older = newest_;
-  use.newer = kNone;
-  (newest_ == kNone ? oldest_ : uses_.reserved(newest_).newer) = static_cast<std::uint32_t>(page);
-  newest_ = static_cast<std::uint32_t>(page);
+void Arena::cache(std::size_t i) noexcept {
+  Page* const page = range_.at(0, i).page();
+  page->index = i;
+  cached_.push(page);
   if (!hooks.cached.linked()) pool_->cached().add(shared_from_this(), false);
 }
 
-void Arena::uncache(std::size_t page) noexcept {
-  const Use& use = uses_[page];
-  (use.older == kNone ? oldest_ : uses_.reserved(use.older).newer) = use.newer;
-  (use.newer == kNone ? newest_ : uses_.reserved(use.newer).older) = use.older;
-  if (oldest_ == kNone) pool_->cached().remove(*this);
+void Arena::uncache(std::size_t i) noexcept {
+  cached_.remove(range_.at(0, i).page());
+  if (cached_.size() == 0) pool_->cached().remove(*this);
 }
 
 void Arena::set_why(std::size_t page, Why why) noexcept {
@@ -399,10 +387,10 @@ void Arena::set_why(std::size_t page, Why why) noexcept {
 }
 
 void Arena::evict() {
-  std::size_t left =
-      std::min(range_.mapped(Why::cached) / kEvictedShare, kMostEvicted / range_.page_size());
+  std::size_t left = std::min(cached_.size() / kEvictedShare, kMostEvicted / range_.page_size());
   left = std::max<std::size_t>(1, left);
-  for (; left != 0 && oldest_ != kNone; --left, ++evicted_) set_why(oldest_, Why::unneeded);
+  for (; left != 0 && cached_.size() != 0; --left, ++evicted_)
+    set_why(cached_.oldest()->index, Why::unneeded);
   give_back_unused();
 }
 
@@ -449,17 +437,25 @@ void Arena::leave() noexcept {
 ArenaCounts Arena::counts() {
   PoolLock lock(pool_);
   pool_->reap();
+  ArenaCounts counts;
+  add_to(counts);
+  return counts;
+}
+
+void Arena::add_to(ArenaCounts& sum) const {
   PoolCounts counts;
   count(counts);
-  return {counts.active, counts.cached, counts.prefetched, counts.pinned, evicted_};
+  sum.active += counts.active;
+  sum.cached += counts.cached;
+  sum.prefetched += counts.prefetched;
+  sum.pinned += counts.pinned;
+  sum.evicted += evicted_;
 }
 
 void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
-  std::size_t listed = 0;
-  for (std::uint32_t i = oldest_; i != kNone; i = uses_[i].newer) {
-    if (range_.why(i) != Why::cached)
-      throw Error("I4: page ", i, " of an arena is listed as cached, and is not");
-    ++listed;
+  for (const Page* page = cached_.oldest(); page != nullptr; page = page->newer) {
+    if (range_.why(page->index) != Why::cached || range_.at(0, page->index).page() != page)
+      throw Error("I4: page ", page->index, " of an arena is listed as cached, and is not");
   }
   for (std::size_t i = uses_.next(0); i < range_.row_pages(); i = uses_.next(i + 1)) {
     Entry entry = range_.at(0, i);
@@ -473,9 +469,9 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
     if (is_mapped(entry) && range_.why(i) != used())
       throw Error("I3: ", page, "is needed by a block and may go");
   }
-  if (hooks.cached.linked() != (listed != 0))
+  if (hooks.cached.linked() != (cached_.size() != 0))
     throw Error("I15: an arena has cached pages that the pool does not look for, or none");
-  if (listed != range_.mapped(Why::cached))
+  if (cached_.size() != range_.mapped(Why::cached))
     throw Error("I4: an arena's list of cached pages is not what its pages say");
   Client::check(uses);
 }

@@ -68,12 +68,12 @@ class Arena : public Client {
                           std::span<const std::uint64_t> since = {});
   // The present time for `since`: pages that are mapped from now on have a later one.
   std::uint64_t now();
-  // A generation for a storage over the whole range: keeps the addresses, and no page.
-  Generation* publish() { return publish({}); }
-  // A generation for a storage over bytes that `map` was given. Its end is their `unmap`.
-  Generation* publish(Interval bytes);
+  // A generation for a storage over bytes that `map` was given: its end is their `unmap`. Without
+  // bytes, for one over the whole range: it keeps the addresses, and no page.
+  Generation* publish(Interval bytes = {});
 
   ArenaCounts counts();
+  void add_to(ArenaCounts& counts) const VT_LOCKED;
 
   // -- for its pool: see Client
   void forget(const Generation* generation) noexcept override VT_LOCKED;
@@ -94,12 +94,9 @@ class Arena : public Client {
   void open(std::optional<std::uint64_t> owner, Backed backed, const Caller& caller);
 
  private:
-  static constexpr std::uint32_t kNone = UINT32_MAX;
-
   struct Use {
-    std::uint32_t blocks = 0;                    // that need the page
-    std::uint32_t older = kNone, newer = kNone;  // neighbours in the list of cached pages
-    std::uint64_t mapped_at = 0;                 // clock_ at its arrival
+    std::uint32_t blocks = 0;     // that need the page
+    std::uint64_t mapped_at = 0;  // clock_ at its arrival
   };
 
   static std::size_t pages_for(const PagePool& pool, std::size_t bytes, const Caller& caller);
@@ -120,7 +117,11 @@ class Arena : public Client {
   std::vector<char> map_missing(PoolLock& lock, const Caller& caller,
                                 std::span<const Interval> pages,
                                 std::span<const std::uint64_t> since, bool in_capture) VT_LOCKED;
-  void have_mapped(PoolLock& lock, const Caller& caller, std::span<const Interval> pages) VT_LOCKED;
+  // Has the mapper map `runs`, and waits for that and for its work on the device.
+  void await_mapper(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs)
+      VT_LOCKED;
+  // Wakes the mapper for the pages that are wanted.
+  void ask_mapper() VT_LOCKED;
   // Whether `pages` have been mapped, and awake, since the n-th time of `since`.
   bool kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const VT_LOCKED;
   void note_arrival(const Reservation::Arrival& arrival) VT_LOCKED;
@@ -129,8 +130,8 @@ class Arena : public Client {
   // Ends one use of each page.
   void count_back(std::span<const Interval> pages) noexcept VT_LOCKED;
   bool may_cache() const VT_LOCKED;
-  void cache(std::size_t page) noexcept VT_LOCKED;
-  void uncache(std::size_t page) noexcept VT_LOCKED;
+  void cache(std::size_t i) noexcept VT_LOCKED;
+  void uncache(std::size_t i) noexcept VT_LOCKED;
   // Sets why a page is mapped, and takes it off the list of cached pages.
   void set_why(std::size_t page, Why why) noexcept VT_LOCKED;
   // Why pages with uses are mapped: generations alone need them once the owner has left.
@@ -140,7 +141,7 @@ class Arena : public Client {
   std::uint64_t clock_ VT_GUARDED = 0;  // one more with every arrival of pages
   std::size_t mapping_ VT_GUARDED = 0;  // calls of map() under way, which have counted pages
   SparseArray<Use> uses_ VT_GUARDED;    // [page index]
-  std::uint32_t oldest_ VT_GUARDED = kNone, newest_ VT_GUARDED = kNone;  // cached pages
+  PageList cached_ VT_GUARDED;
   std::size_t evicted_ VT_GUARDED = 0;   // cached pages evicted so far
   std::size_t awaiting_ VT_GUARDED = 0;  // callers that wait for the mapper
 };

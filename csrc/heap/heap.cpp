@@ -104,12 +104,6 @@ bool Heap::any_asleep() const {
                      [](const auto& at) { return at.second->asleep.load() != 0; });
 }
 
-void Heap::require_awake(const Caller& caller) const {
-  if (!any_asleep()) return;
-  throw Asleep("[", caller.operation,
-               "] the pool's memory of this tag is asleep: call wake() of the pool first");
-}
-
 void Heap::sweep() {
   std::vector<std::shared_ptr<Region>> unused;
   {
@@ -145,7 +139,10 @@ Address Heap::allocate(const Caller& caller, std::size_t bytes) {
     for (;; reserve(caller, key, bytes)) {
       const PoolLock lock(pool_);
       if (closed_) throw Closed("[", caller.operation, "] the pool is closed: make a new one");
-      require_awake(caller);
+      if (any_asleep()) {
+        throw Asleep("[", caller.operation,
+                     "] the pool's memory of this tag is asleep: call wake() of the pool first");
+      }
       pool_->reap();
       region = best_fit(key, bytes);
       if (!region) continue;
@@ -206,15 +203,11 @@ void Heap::close() {
 
 HeapCounts Heap::counts() {
   HeapCounts counts;
-  for (const std::shared_ptr<Region>& region : regions()) {
-    const ArenaCounts pages = region->counts();
-    counts.pages.active += pages.active;
-    counts.pages.cached += pages.cached;
-    counts.pages.prefetched += pages.prefetched;
-    counts.pages.pinned += pages.pinned;
-    counts.pages.evicted += pages.evicted;
+  const PoolLock lock(pool_);
+  pool_->reap();
+  for (const auto& [base, region] : regions_) {
+    region->add_to(counts.pages);
     counts.reserved += region->bytes();
-    const PoolLock lock(pool_);
     counts.allocations += region->spans.count();
     counts.allocated += region->spans.taken_bytes();
   }

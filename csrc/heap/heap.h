@@ -75,7 +75,6 @@ class Heap {
   void reserve(const Caller& caller, Key key, std::size_t bytes);
   std::shared_ptr<Region> region_at(Address address) const VT_LOCKED;
   bool any_asleep() const VT_LOCKED;
-  void require_awake(const Caller& caller) const VT_LOCKED;
   // Frees regions in which nothing is allocated or mapped.
   void sweep();
 
