@@ -43,6 +43,12 @@ std::optional<Numbers> numbers_of(const char* operation, nb::handle given) {
   return numbers;
 }
 
+// The first positions of a row, which a kernel reads or writes.
+struct RowNeed {
+  std::size_t row;
+  std::int64_t positions;
+};
+
 // What a kernel reads and writes.
 struct Launch {
   const char* operation;
@@ -141,19 +147,63 @@ nb::object view_of(const Launch& launch, nb::handle tensor, const TensorCore& co
   return torch.narrow(view, dim, 0, static_cast<std::size_t>(needed->front().positions));
 }
 
+// Rows of a tensor that are slots of a cache, or parts of slots.
+struct SlotRows {
+  std::size_t slots = 0;             // of the cache
+  std::size_t row = 0, apart = 0;    // the first row of the range, and the distance between rows
+  std::int64_t first = 0, step = 0;  // the first token of each row, and tokens between positions
+
+  std::size_t slot(std::size_t i) const { return (row + i * apart) % slots; }
+  // Tokens that a slot must have so that the first `positions` of a row exist.
+  std::int64_t tokens(std::int64_t positions) const {
+    return positions == 0 ? 0 : first + (positions - 1) * step + 1;
+  }
+};
+
+// The SlotRange that `tensor` is over; None if it is over other memory.
+nb::object range_of(nb::handle tensor) {
+  try {
+    return nb::getattr(TorchBridge::get().storage(tensor), SlotRange::kName, nb::none());
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_RuntimeError)) throw;
+    return nb::none();  // torch.func's wrappers have no storage
+  }
+}
+
+// `tensor` as rows along dimension 0 with positions along `positions_dim`, or as one row if that is
+// 0. Nothing if it does not consist of whole tokens of rows.
+std::optional<SlotRows> rows_in(const SlotRange& range, const TensorFacts& tensor,
+                                std::size_t positions_dim) {
+  const auto at = reinterpret_cast<Address>(tensor.data);
+  if (at < range.begin) return {};  // an empty tensor, which has no address
+  const auto bytes = [&](std::size_t dim) {
+    return static_cast<std::size_t>(tensor.strides[dim]) * tensor.item_bytes;
+  };
+  const std::size_t apart = positions_dim != 0 && tensor.shape[0] > 1 ? bytes(0) : 0;
+  const std::size_t step =
+      tensor.shape[positions_dim] > 1 ? bytes(positions_dim) : range.item_bytes;
+  if (apart % range.row_bytes != 0 || step % range.item_bytes != 0) return {};
+  const std::size_t offset = at - range.begin;
+  return SlotRows{range.slots, offset / range.row_bytes, apart / range.row_bytes,
+                  static_cast<std::int64_t>(offset % range.row_bytes / range.item_bytes),
+                  static_cast<std::int64_t>(step / range.item_bytes)};
+}
+
 // The KVCache that `tensor` is a view of a layer of, or None. Throws if a slot does not have the
-// tokens.
+// tokens, Closed if the cache is closed or gone.
 nb::object cache_of(const Launch& launch, nb::handle tensor) {
   TorchBridge& torch = TorchBridge::get();
   if (!torch.is_tensor(tensor)) return nb::none();
-  const nb::object mark = SlotRange::of(tensor);
-  if (mark.is_none()) return nb::none();
-  const auto& range = *nb::cast<const SlotRange*>(mark);
-  nb::object cache = range.open_cache();
+  const nb::object found = range_of(tensor);
+  if (found.is_none()) return nb::none();
+  const auto& range = *nb::cast<const SlotRange*>(found);
+  nb::object cache = range.cache();
+  if (range.open->cache == nullptr || cache.is_none())
+    throw Closed("[KVCache] the cache whose layer this is has been closed: make a new one");
   TensorFacts seen;
   if (!torch.read(tensor, seen)) return cache;
   const std::size_t rank = seen.shape.size(), dim = launch.positions_dim(rank);
-  const auto rows = launch.takes(rank) ? range.rows(seen, dim) : std::nullopt;
+  const auto rows = launch.takes(rank) ? rows_in(range, seen, dim) : std::nullopt;
   if (!rows) {
     const bool empty = std::find(seen.shape.begin(), seen.shape.end(), 0) != seen.shape.end();
     if (empty || launch.rows_read(1) == 0) return cache;
@@ -163,7 +213,17 @@ nb::object cache_of(const Launch& launch, nb::handle tensor) {
                               : "give [slots, tokens, heads, head size], or one slot of it");
   }
   const auto needed = launch.needs(rank == kRowsRank ? seen.shape[0] : 1, seen.shape[dim]);
-  if (needed) range.require(launch.operation, *rows, *needed);
+  if (!needed) return cache;
+  const CacheReading reading(*range.open);
+  for (const RowNeed& need : *needed) {
+    const std::size_t slot = rows->slot(need.row);
+    const std::int64_t tokens = rows->tokens(need.positions),
+                       has = reading->length_here(slot, range.group);
+    if (tokens > has)
+      refuse(launch.operation, tokens, " tokens of slot ", slot,
+             " are to be read or written, step() has made ", has,
+             " ready: call step(lengths) with those that are appended first, or pass fewer");
+  }
   return cache;
 }
 

@@ -210,9 +210,17 @@ class CacheCore {
     const std::shared_ptr<Buffer>& range = cache_->buffers().range(group);
     range->raise_if_asleep("KVCache");
     Generation* const generation = without_gil([&] { return range->publish(); });
-    nb::object storage =
-        TorchBridge::get().storage_over(generation, range->range().base(), range->range().bytes());
-    SlotRange::mark(storage, SlotRange(open_, group, std::move(cache)));
+    const Reservation& rows = range->range();
+    nb::object storage = TorchBridge::get().storage_over(generation, rows.base(), rows.bytes());
+    const SlotBuffers& buffers = cache_->buffers();
+    SlotRange of{open_,
+                 std::move(cache),
+                 group,
+                 rows.base(),
+                 buffers.shape().slots,
+                 rows.row_bytes(),
+                 buffers.group(group).item_bytes};
+    nb::setattr(storage, SlotRange::kName, nb::cast(std::move(of)));
     return storage;
   }
 

@@ -49,6 +49,12 @@ std::vector<Prefix> PrefixIndex::take(std::span<const Token> tokens, const std::
   return pages;
 }
 
+void PrefixIndex::hang(Node& parent, std::vector<Token> edge, std::unique_ptr<Node> branch) {
+  Node& node = *branch;
+  node.parent = &parent;
+  node.place = parent.children.emplace(std::move(edge), std::move(branch)).first;
+}
+
 void PrefixIndex::add(std::span<const Token> tokens, const std::string& salt, std::size_t known,
                       std::vector<Prefix> pages) {
   if (pages.empty()) {
@@ -62,25 +68,17 @@ void PrefixIndex::add(std::span<const Token> tokens, const std::string& salt, st
   std::size_t added = 0;
   for (std::size_t i = pages.size(); i-- != 0;) {
     auto node = std::make_unique<Node>();
-    node->edge = edge(tokens, known + i);
     node->pages = std::move(pages[i]);
     node->recent = recent.insert(recent.end(), node.get());
     added += pages_of(*node);
     if (leaf == nullptr) leaf = node.get();
-    if (branch != nullptr) {
-      branch->parent = node.get();
-      std::vector<Token> key = branch->edge;
-      node->children.emplace(std::move(key), std::move(branch));
-    }
+    if (branch != nullptr) hang(*node, edge(tokens, known + i + 1), std::move(branch));
     branch = std::move(node);
   }
   auto root = roots_.find(salt);
   if (root == roots_.end()) root = roots_.emplace(salt, std::make_unique<Node>()).first;
   const std::vector<Node*> path = walk(tokens, salt, known);
-  Node* const parent = path.empty() ? root->second.get() : path.back();
-  branch->parent = parent;
-  std::vector<Token> key = branch->edge;
-  parent->children.emplace(std::move(key), std::move(branch));
+  hang(path.empty() ? *root->second : *path.back(), edge(tokens, known), std::move(branch));
   recent_.splice(recent_.end(), recent);
   pages_ += added;
   touch(leaf);
@@ -146,8 +144,7 @@ void PrefixIndex::clear() {
 void PrefixIndex::forget(Node* node) {
   recent_.erase(node->recent);
   pages_ -= pages_of(*node);
-  auto& siblings = node->parent->children;
-  siblings.erase(siblings.find(node->edge));
+  node->parent->children.erase(node->place);
 }
 
 }  // namespace vtensor

@@ -57,11 +57,13 @@ class PrefixIndex {
   void clear();
 
  private:
+  struct Node;
+  using Nodes = std::map<std::vector<Token>, std::unique_ptr<Node>>;  // by their edges
   struct Node {
     Node* parent = nullptr;
-    std::vector<Token> edge;
     Prefix pages;
-    std::map<std::vector<Token>, std::unique_ptr<Node>> children;
+    Nodes children;
+    Nodes::iterator place;  // among its parent's children
     std::list<Node*>::iterator recent;
   };
 
@@ -70,6 +72,7 @@ class PrefixIndex {
                           std::size_t units) const;
   std::vector<Node*> idle(std::size_t pages) const VT_LOCKED;
   static std::size_t pages_of(const Node& node);
+  static void hang(Node& parent, std::vector<Token> edge, std::unique_ptr<Node> branch);
   void touch(Node* node) noexcept;
   void forget(Node* node);
 

@@ -141,39 +141,52 @@ void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths
       buffers_.at(slot, group).prefetch_lines();
   }
   for (const std::size_t slot : due_) finish_prefix(caller, slot);
-  std::vector<std::pair<std::size_t, std::size_t>> windowed;  // slots, and row groups with a window
-  growths_.clear();
+  list_growths(lengths, bands);
+  if (!grow_ready(caller)) Buffer::grow_all(caller, growths_, false);
   for (const std::size_t slot : due_) {
     for (std::size_t group = 0; group < buffers_.groups(); ++group) {
       const RowGroup& rows = buffers_.group(group);
-      if (!names(bands, rows.band)) continue;
-      const Interval added{lengths_->length(slot, rows.band),
-                           static_cast<std::size_t>(lengths[slot])};
-      if (!bands.empty() && added.empty()) continue;
-      if (rows.window != 0) windowed.emplace_back(slot, group);
-      growths_.push_back(
-          {&buffers_.at(slot, group), buffers_.needed(slot, group, added.end), added});
+      const std::size_t length = lengths_->length(slot, rows.band);
+      const bool grows = bands.empty() || static_cast<std::int64_t>(length) < lengths[slot];
+      if (rows.window != 0 && grows && names(bands, rows.band))
+        buffers_.give_back_passed(caller, slot, group, length);
     }
-  }
-  if (!grow_ready(caller, growths_)) Buffer::grow_all(caller, growths_, false);
-  for (const auto& [slot, group] : windowed) {
-    buffers_.give_back_passed(caller, slot, group,
-                              lengths_->length(slot, buffers_.group(group).band));
   }
   lengths_->step(lengths, due_, bands);
   look_further(due_);
 }
 
-// Grows buffers without a driver call, if all that they need is ready and their own.
-bool SlotCache::grow_ready(const Caller& caller, std::span<const Growth> growths) {
-  if (growths.empty()) return true;
-  const PoolLock lock(pool_);
-  for (const Growth& it : growths) {
-    if (it.buffer->shares() || !it.buffer->is_ready(it.positions)) return false;
+// Lists in growths_ what a step of `bands` of the slots in due_ grows.
+void SlotCache::list_growths(std::span<const std::int64_t> lengths, Bands bands) {
+  growths_.clear();
+  for (const std::size_t slot : due_) {
+    for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+      const std::size_t band = buffers_.group(group).band;
+      if (!names(bands, band)) continue;
+      const Interval added{lengths_->length(slot, band), static_cast<std::size_t>(lengths[slot])};
+      if (!bands.empty() && added.empty()) continue;
+      growths_.push_back(
+          {&buffers_.at(slot, group), buffers_.needed(slot, group, added.end), added});
+    }
+  }
+}
+
+// Whether all that the listed growths need is ready and their own.
+bool SlotCache::are_ready() const {
+  for (const Growth& it : growths_) {
+    if (!it.buffer->is_ready(it.positions, it.written.begin)) return false;
     it.buffer->range().prefetch_place(it.buffer->extent().end);
   }
-  for (const Growth& it : growths) it.buffer->range().prefetch_index(it.buffer->extent().end);
-  for (const Growth& it : growths) it.buffer->grow_ready(caller, it.positions);
+  return true;
+}
+
+// Does the listed growths without a driver call. False, and nothing is changed, if they need one.
+bool SlotCache::grow_ready(const Caller& caller) {
+  if (growths_.empty()) return true;
+  const PoolLock lock(pool_);
+  if (!are_ready()) return false;
+  for (const Growth& it : growths_) it.buffer->range().prefetch_index(it.buffer->extent().end);
+  for (const Growth& it : growths_) it.buffer->grow_ready(caller, it.positions);
   return true;
 }
 
@@ -244,10 +257,11 @@ bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int6
 bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> lengths) {
   lengths_->require_due(caller, lengths, {}, due_);
   if (due_.empty()) return true;
+  list_growths(lengths, {});
   {
     const PoolLock lock(pool_);
     pool_->reap();
-    if (are_ready(lengths)) return true;
+    if (are_ready()) return true;
   }
   if (!pool_->looks_ahead() || !make_room_ahead(lengths)) return false;
   const PoolLock lock(pool_);
@@ -276,7 +290,8 @@ bool SlotCache::make_room_ahead(std::span<const std::int64_t> lengths) {
     pages = need(lengths, {}).pages;
     if (store.shortage(std::min(pages, store.unused())).missing != 0) return false;
     if (pages <= store.unused()) return true;
-    pages += leaving(lengths);
+    for (const Growth& it : growths_)  // what waits to be unmapped there is taken back
+      pages += it.buffer->pages_coming(it.buffer->indices_of(it.positions));
     missing = MakeRoom(*pool_).missing(pages);
     if (prefixes_.evictable(missing) < missing) return false;
   }

@@ -146,12 +146,12 @@ class SlotCache {
 
   bool fits_now(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands,
                 bool alone);
-  bool are_ready(std::span<const std::int64_t> lengths) const VT_LOCKED;
-  std::size_t leaving(std::span<const std::int64_t> lengths) const VT_LOCKED;
   Need need(std::span<const std::int64_t> lengths, Bands bands) const VT_LOCKED;
   std::size_t reclaimable() const VT_LOCKED;
   bool make_room_ahead(std::span<const std::int64_t> lengths);
-  bool grow_ready(const Caller& caller, std::span<const Growth> growths);
+  void list_growths(std::span<const std::int64_t> lengths, Bands bands);
+  bool are_ready() const VT_LOCKED;
+  bool grow_ready(const Caller& caller);
   void look_further(std::span<const std::size_t> slots);
   std::size_t room_of(std::size_t slot, std::size_t group, std::size_t length) const VT_LOCKED;
   std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length,

@@ -38,35 +38,6 @@ bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> len
   return still <= prefixes_.pages() && prefixes_.evictable(still) >= still;
 }
 
-// Whether a step of the slots in `due_` makes no driver call.
-bool SlotCache::are_ready(std::span<const std::int64_t> lengths) const {
-  for (const std::size_t slot : due_) {
-    const auto length = static_cast<std::size_t>(lengths[slot]);
-    for (std::size_t group = 0; group < buffers_.groups(); ++group) {
-      const Buffer& buffer = buffers_.at(slot, group);
-      if (!buffer.is_ready(buffers_.needed(slot, group, length))) return false;
-      if (!buffer.shares()) continue;
-      const Interval written{lengths_->here(slot, buffers_.group(group).band), length};
-      const Interval own = intersection(buffer.indices_of(written), buffer.extent());
-      if (!buffer.range().collect(own, is_copy_on_write).empty()) return false;
-    }
-  }
-  return true;
-}
-
-// Pages of the slots in `due_` that wait to be unmapped and that a step takes back.
-std::size_t SlotCache::leaving(std::span<const std::int64_t> lengths) const {
-  std::size_t pages = 0;
-  for (const std::size_t slot : due_) {
-    const auto length = static_cast<std::size_t>(lengths[slot]);
-    for (std::size_t group = 0; group < buffers_.groups(); ++group) {
-      const Buffer& buffer = buffers_.at(slot, group);
-      pages += buffer.pages_coming(buffer.indices_of(buffers_.needed(slot, group, length)));
-    }
-  }
-  return pages;
-}
-
 // Pages for a step of `bands` to `lengths`.
 SlotCache::Need SlotCache::need(std::span<const std::int64_t> lengths, Bands bands) const {
   Need need;

@@ -199,11 +199,13 @@ void Buffer::ahead_changed() {
   set_ready(ready_in(end));
 }
 
-bool Buffer::is_ready(Interval positions) const {
+bool Buffer::is_ready(Interval positions, std::size_t written) const {
   const Interval added = indices_of({positions_.end, positions.end});
   if (added.end > ready_end_) return false;
   if (added.end > extent_.end && !ready_after_.empty()) return false;
-  return !shares() || range_.first_not(added, is_writable) >= added.end;
+  if (!shares()) return true;
+  const Interval own = indices_of({std::min(written, positions_.end), positions.end});
+  return range_.first_not(own, is_writable) >= own.end;
 }
 
 void Buffer::grow_ready(const Caller& caller, Interval positions) {
@@ -217,7 +219,7 @@ void Buffer::grow_ready(const Caller& caller, Interval positions) {
 
 bool Buffer::grow_within(const Caller& caller, Interval positions) {
   const PoolLock lock(pool_, std::try_to_lock);
-  if (!lock || !is_ready(positions)) return false;
+  if (!lock || !is_ready(positions, positions_.end)) return false;
   grow_ready(caller, positions);
   return true;
 }

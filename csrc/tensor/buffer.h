@@ -67,7 +67,8 @@ class Buffer final : public Client {
   // not shared. False, and nothing is changed, if they are not or if another thread holds the lock.
   bool grow_within(const Caller& caller, Interval positions);
   // `grow_within` in two steps, for many buffers under one lock: `grow_ready` requires `is_ready`.
-  bool is_ready(Interval positions) const VT_LOCKED;
+  // Also the owner's positions from `written` on are not shared.
+  bool is_ready(Interval positions, std::size_t written) const VT_LOCKED;
   void grow_ready(const Caller& caller, Interval positions) VT_LOCKED;
   // Prefetches its cache lines: many buffers are loaded at once before the first one is read.
   void prefetch_lines() const {
