@@ -373,7 +373,7 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
                           " sources were given: give one source for each slot");
   }
   for (const std::size_t slot : beams) lengths_->require_whole(caller, slot);
-  lengths_->require_once(caller, beams);
+  SlotLengths::require_once(caller, "slot", beams);
   std::vector<std::size_t> dropped;
   for (std::size_t i = 0; i < beams.size(); ++i) {
     if (std::find(beams.begin(), beams.end(), sources[i]) == beams.end()) {

@@ -80,19 +80,12 @@ void SlotLengths::require_here(const Caller& caller, std::size_t slot, std::size
                         " is swapped out: call swap_in for it first");
 }
 
-void SlotLengths::require_once(const Caller& caller, std::span<const std::size_t> slots) const {
-  for (const std::size_t slot : slots) {
-    if (std::count(slots.begin(), slots.end(), slot) == 1) continue;
-    throw InvalidArgument("[", caller.operation, "] slot ", slot,
-                          " is named twice: name each slot once");
-  }
-}
-
-void SlotLengths::require_bands(const Caller& caller, Bands bands) const {
-  for (const std::size_t band : bands) {
-    if (std::count(bands.begin(), bands.end(), band) == 1) continue;
-    throw InvalidArgument("[", caller.operation, "] band ", band,
-                          " is named twice: name each band once");
+void SlotLengths::require_once(const Caller& caller, const char* noun,
+                               std::span<const std::size_t> all) {
+  for (const std::size_t one : all) {
+    if (std::count(all.begin(), all.end(), one) == 1) continue;
+    throw InvalidArgument("[", caller.operation, "] ", noun, " ", one,
+                          " is named twice: name each ", noun, " once");
   }
 }
 
@@ -129,7 +122,7 @@ void SlotLengths::require_length(const Caller& caller, std::size_t slot, std::in
 
 void SlotLengths::require_due(const Caller& caller, std::span<const std::int64_t> lengths,
                               Bands bands, std::vector<std::size_t>& due) const {
-  require_bands(caller, bands);
+  require_once(caller, "band", bands);
   if (!bands.empty() || !find_due(lengths, due)) {
     require_one_each(caller, lengths);
     due.clear();
@@ -149,7 +142,7 @@ void SlotLengths::require_due(const Caller& caller, std::span<const std::int64_t
 
 void SlotLengths::require_possible(const Caller& caller, std::span<const std::int64_t> lengths,
                                    Bands bands) const {
-  require_bands(caller, bands);
+  require_once(caller, "band", bands);
   require_one_each(caller, lengths);
   for (std::size_t slot = 0; slot < lengths.size(); ++slot) {
     const std::int64_t length = lengths[slot];
@@ -167,7 +160,7 @@ void SlotLengths::require_possible(const Caller& caller, std::span<const std::in
 
 void SlotLengths::require_to_swap(const Caller& caller, std::span<const std::size_t> slots,
                                   Bands bands, bool out) const {
-  require_bands(caller, bands);
+  require_once(caller, "band", bands);
   for (const std::size_t slot : slots) {
     const bool swapped = slot < states_.size() && states_[slot] == SlotState::swapped;
     if (bands.empty() && swapped == out) {
@@ -184,7 +177,7 @@ void SlotLengths::require_to_swap(const Caller& caller, std::span<const std::siz
                                 : " is not swapped out: call swap_out for it first");
     }
   }
-  require_once(caller, slots);
+  require_once(caller, "slot", slots);
 }
 
 void SlotLengths::begin(std::size_t slot, std::size_t length) noexcept {

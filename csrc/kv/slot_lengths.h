@@ -78,9 +78,9 @@ class SlotLengths {
   // left out.
   void require_possible(const Caller& caller, std::span<const std::int64_t> lengths,
                         Bands bands) const;
-  // No band is named twice. Requires: they exist, as the bindings' caller has checked.
-  void require_bands(const Caller& caller, Bands bands) const;
-  void require_once(const Caller& caller, std::span<const std::size_t> slots) const;
+  // No slot or band, as `noun` says, is named twice.
+  static void require_once(const Caller& caller, const char* noun,
+                           std::span<const std::size_t> all);
   // `slots`, each named once, can be swapped out (`out`) or in.
   void require_to_swap(const Caller& caller, std::span<const std::size_t> slots, Bands bands,
                        bool out) const;
