@@ -10,7 +10,6 @@ import torch
 
 import vtensor
 from support import calls, filled, mapper_calls
-from vtensor._base import units
 from vtensor._pictures import html as drawing
 from vtensor._pictures import pages
 
@@ -208,8 +207,3 @@ def test_runs_end_at_gaps():
     assert pages.cells(runs, 6, 6) == [*runs[:1], ("reserved", 2, 4), runs[1], ("reserved", 5, 6)]
     assert pages.cells(runs, 6, 3) == [("pinned", 0, 2), ("reserved", 2, 4), ("pinned", 4, 6)]
     assert pages.cells([], 0, 3) == []
-
-
-def test_sizes_read_well():
-    sizes = {0: "0 B", 1023: "1,023 B", 1536: "1.5 KiB", 1 << 20: "1 MiB", 5 << 50: "5,120 TiB"}
-    assert {n: units.byte_text(n) for n in sizes} == sizes

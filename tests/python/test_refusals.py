@@ -19,7 +19,7 @@ from cuda_support import needs_simcuda
 from kv_support import UNIT, make_cache
 from operations import NAMES, OPERATIONS, TORCH_OPERATIONS
 from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet, simcuda_library
-from vtensor import testing
+from vtensor import plot, testing, trace
 from vtensor.serving import LengthHistogram, Promises, Request, Scheduler
 from vtensor.testing.kv_model import check_contents, write
 
@@ -238,11 +238,24 @@ Promises(1.0, slower=<-0.1 | math.inf | math.nan | 'much'>) -> [Promises] slower
 Scheduler(cache, token_budget=5.5) -> token_budget is a float
 Scheduler(t) -> cache is a VTensor: give a vtensor.KVCache
 LengthHistogram(<0 | -1 | 1.5 | math.nan>) -> [LengthHistogram] first is
+--- recordings and pictures
+trace.load(NO_PATH) -> [trace.load] path is
+recording.export(NO_PATH) -> [trace.export] path is
+recording.export('nowhere', profile=<5 | [] | object()>) -> [trace.export] torch's profiler gave no trace
+recording.__enter__() -> [trace.record] this recording was used before: make another
+trace.record().<events() | summary() | dropped | capacity | export('nowhere')> -> has not begun: enter it
+plot.<page_map | sharing | fragmentation>(gone) -> is closed: draw it before
+plot.<memory | timeline>(<[] | recording>) -> the trace is empty: record
+plot.<memory | timeline>(3) -> got a int: give
+plot.<sharing | fragmentation>([]) -> no tensors
+plot.<sharing | fragmentation>([x]) -> Tensor: give
+plot.page_map(<x | [1] | None>) -> give one VTensor, a KVCache or an Arena
 """
 VALUES = {
     "NO_INTEGER": "1.5 | '3' | None | [1] | {} | object() | torch.ones(2) | np.float32(1) | 2j | math.nan",
     "NO_BYTES": "'1GB' | '-1' | '1e9' | '' | 'GiB' | '1 000' | 1.5 | math.inf | b'1GiB' | torch.ones(2)",
     "NO_STREAM": "-1 | 2**64 | '7' | 1.5 | True | object() | Named(cuda_stream='s') | Wrong()",
+    "NO_PATH": "5 | None | [] | object()",
     "NO_TENSOR": "5 | None | 'x' | [1.0] | object()",
     "SIZE": "1.5 | '3' | [1] | 0 | -1 | 2**64",
 }
@@ -291,6 +304,10 @@ class Scene:
         self.blocks = vtensor.Blocks(self.arena, 4, [(0, 4096, 4096)])
         self.blocks.hold([0])
         self.layer = torch.nn.Linear(2, 2)
+        self.gone = filled(pool, 4)
+        self.gone.close()
+        with trace.record() as self.recording:
+            pass
         self.cache = cache = make_cache(pool, bands=2, num_layers=4)
         for slot, prompt in enumerate([None, [5] * UNIT, None, None]):
             assert cache.alloc(prompt) == slot
@@ -321,6 +338,7 @@ class Scene:
         sizes = {"batch": (2, 3), "swapped": (3, 2), "ragged": (6,)}  # 3 tokens of 2 slots
         fresh |= {name: torch.ones(*first, 2, 32) for name, first in sizes.items()}
         modules = {"math": math, "np": np, "testing": testing, "torch": torch, "vtensor": vtensor}
+        modules |= {"plot": plot, "trace": trace}
         streams = {"Named": SimpleNamespace, "Wrong": NoStream}
         serving = {"LengthHistogram": LengthHistogram, "Promises": Promises, "Scheduler": Scheduler}
         return modules | serving | streams | {"UNIT": UNIT, "lengths": lengths} | vars(self) | own | fresh

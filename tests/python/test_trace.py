@@ -181,32 +181,6 @@ def test_one_recording_runs_at_a_time_and_holds_its_own_part(host):
     assert (first.capacity, second.capacity) == (1024, 128)
 
 
-def test_a_recording_is_used_once(host):
-    with trace.record() as recording:
-        pass
-    with pytest.raises(vtensor.VTensorError, match=r"^\[trace.record\] .*: make another"), recording:
-        pass
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda r: r.events(),
-        lambda r: r.summary(),
-        lambda r: r.dropped,
-        lambda r: r.capacity,
-        lambda r: r.export("nowhere"),
-    ],
-)
-def test_a_recording_that_has_not_begun_says_so(ask, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recording = trace.record()
-    assert "not begun" in repr(recording)
-    with pytest.raises(vtensor.VTensorError, match=r"^\[trace\.\w+\] the recording has not begun: enter it"):
-        ask(recording)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_forked_child_records_nothing_and_says_so():  # I13
     run_snippet(
         """
@@ -494,31 +468,11 @@ def test_an_odd_event_is_refused(tmp_path):
             trace.load(file)
 
 
-def test_what_is_no_path_or_profiler(tmp_path):
-    recording = recording_of()
-    for path in (5, None, [], object()):
-        for call in (trace.load, recording.export):
-            with pytest.raises(vtensor.VTensorError, match=r"^\[trace"):
-                call(path)
-        with pytest.raises(vtensor.VTensorError, match=r"^\[trace"):
-            recording.export(tmp_path / "out.json", profile=path or 5)
+def test_what_is_not_there_and_odd_names(tmp_path):
     for path in (tmp_path, tmp_path / "none" / "there"):
         with pytest.raises(OSError):
             trace.load(path)
-    theirs = [{"ph": "M", "pid": [1], "tid": {}}, {"ph": "M"}, {"name": "x"}]  # odd names are kept
+    theirs = [{"ph": "M", "pid": [1], "tid": {}}, {"ph": "M"}, {"name": "x"}]
     (tmp_path / "theirs.json").write_text(json.dumps({"traceEvents": theirs}))
-    recording.export(tmp_path / "out.json", profile=tmp_path / "theirs.json")
+    recording_of().export(tmp_path / "out.json", profile=tmp_path / "theirs.json")
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"][:3] == theirs
-
-
-def test_a_recording_says_how_many_events_it_has(host):
-    recording = vtensor.trace.record()
-    assert repr(recording) == "<vtensor.trace.Recording, not begun>"
-    with recording:
-        vtensor.empty(4, grow_dim=0, capacity=8, pool=host).close()
-    room = f"{len(recording.events()):,} of {recording.capacity:,} events"
-    assert repr(recording) == f"<vtensor.trace.Recording, {room}>" and recording.events()
-    with vtensor.trace.record(capacity=1) as small:
-        for _ in range(100):
-            vtensor.empty(4, grow_dim=0, capacity=8, pool=host).close()
-    assert f"{small.dropped:,} older ones dropped" in repr(small)
