@@ -95,10 +95,11 @@ class VTensorLayer(DynamicLayer):
                 if owner is not old:
                     old.close()
 
-    def _copy_of(self, states: torch.Tensor) -> VTensor:
-        """A new owner with a copy of the states [batch, heads, tokens, head_dim]."""
+    def _copy_of(self, states: torch.Tensor, new: int = 0) -> VTensor:
+        """A new owner with a copy of the states [batch, heads, tokens, head_dim], and addresses for more."""
         owner = self._make_owner(states)
         try:
+            self._reserve(owner, states.shape[-2] + new)
             return owner.append(_heads_first(owner, states))
         except BaseException:
             owner.close()
@@ -151,11 +152,14 @@ class VTensorLayer(DynamicLayer):
 
     def _before_growth(self, new: int) -> None:
         """Reserves addresses for `new` more tokens, if there may be more than max_len."""
-        if self.owners is not None and (self.max_len is None or self.record_past):
+        if self.owners is not None:
             need = max(owner.length for owner in self.owners) + new
             for owner in self.owners:  # if the second fails, the first has moved, which changes no content
-                if need > owner.capacity:
-                    together.reserve(owner, 2 * need)
+                self._reserve(owner, need)
+
+    def _reserve(self, owner: VTensor, need: int) -> None:
+        if need > owner.capacity and (self.max_len is None or self.record_past):
+            together.reserve(owner, 2 * need)
 
     # ------------------------------------------------------------------ growth
 
@@ -207,7 +211,7 @@ class VTensorLayer(DynamicLayer):
                 if owner.dtype != states.dtype:
                     dtype = torch.promote_types(owner.dtype, states.dtype)
                     if dtype != owner.dtype:
-                        owner = owners[which] = self._copy_of(self._view(owner).to(dtype))
+                        owner = owners[which] = self._copy_of(self._view(owner).to(dtype), new)
                     states = states.to(dtype)
                 owner.append(_heads_first(owner, states))
         except BaseException as error:

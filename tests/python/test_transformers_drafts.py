@@ -72,19 +72,6 @@ def test_of_a_step_the_first_token_counts(pages):
         other.reset()
 
 
-def test_out_of_pages_in_a_draft_leaves_the_cache_as_before(pool_factory):
-    pool = pool_factory("host", pages=8)
-    cache = VTensorCache(make("Llama").config, 64, pool)
-    cache.activate_past_recording()
-    for layer in range(2):
-        cache.update(*states(1, 60), layer)
-    with pytest.raises(vtensor.OutOfPages):
-        cache.update(*states(1, 9), 0)
-    assert cache.get_seq_length() == 60  # I8
-    cache.update(*states(1, 4), 0)
-    testing.check_invariants(pool)
-
-
 # ---------------------------------------------------------------------- emptied by crop
 
 
