@@ -13,7 +13,7 @@ import torch
 import vtensor
 from support import open_pool
 from vtensor import testing
-from vtensor.serving import Engine, LengthHistogram, Promises, Request, Scheduler
+from vtensor.serving import Engine, LengthHistogram, Promises, Request, Scheduler, Status
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64  # float32, both layers in a page: 1 KiB a token and range
 PAGE = 4096
@@ -139,6 +139,27 @@ def choose(work, sequence) -> int:
     """Of the work at whose end a token is due; stands in for the choice among logits."""
     assert work.stop == sequence.known and work.sequence.group is sequence.group
     return next_token(sequence.group.request.salt, sequence.tokens, sequence.index)
+
+
+def check_books(scheduler: Scheduler) -> None:
+    """What holds at any time, also right behind an exception."""
+    queues = {
+        Status.WAITING: scheduler.waiting,
+        Status.RUNNING: scheduler.running,
+        Status.SWAPPED: scheduler.swapped,
+    }
+    for status, queue in queues.items():
+        orders = [group.order for group in queue]
+        assert orders == sorted(set(orders))
+        for group in queue:
+            assert group.status is status
+            holders = [] if status is Status.WAITING else group.holders
+            for sequence in group.live:
+                assert (sequence.slot is not None) == (sequence in holders)
+                assert sequence.slot is not None or sequence.computed == 0
+            assert all(len(sequence.output) == sequence.generated for sequence in group.sequences)
+    slots = [s.slot for group in scheduler.running + scheduler.swapped for s in group.holders]
+    assert len(set(slots)) == len(slots)
 
 
 class LittleHostMemory:

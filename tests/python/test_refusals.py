@@ -19,8 +19,9 @@ from cuda_support import needs_simcuda
 from kv_support import UNIT, make_cache
 from operations import NAMES, OPERATIONS, TORCH_OPERATIONS
 from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet, simcuda_library
-from vtensor import plot, testing, trace
-from vtensor.serving import LengthHistogram, Promises, Request, Scheduler
+from vtensor import plot, replay, testing, trace
+from vtensor.replay import PagedCache, StaticCache
+from vtensor.serving import Engine, LengthHistogram, Promises, Request, Scheduler
 from vtensor.testing.kv_model import check_contents, write
 
 # A call a line, and words of its message. `<a | b>` stands for a line with each, NO_INTEGER for many such.
@@ -238,6 +239,30 @@ Promises(1.0, slower=<-0.1 | math.inf | math.nan | 'much'>) -> [Promises] slower
 Scheduler(cache, token_budget=5.5) -> token_budget is a float
 Scheduler(t) -> cache is a VTensor: give a vtensor.KVCache
 LengthHistogram(<0 | -1 | 1.5 | math.nan>) -> [LengthHistogram] first is
+idle.add(request(prompt=60, max_new_tokens=5)) -> max_len is 64
+idle.add(request(samples=5)) -> 4 slots
+busy.add(request(id='a')) -> choose another id
+Scheduler(cache, token_budget=3) -> raise it
+busy.plan() -> complete
+busy.cancel('a') -> complete it first
+busy.reorder('a', [0, 2]) -> has no sequences at work
+busy.complete(plan, [1]) -> 2 sequences are due one
+busy.complete(plan, [1, <2.5 | 2**63 | -1 | None | '1'>]) -> token id
+busy.<complete(type(plan)(), []) | abandon(type(plan)())> -> under way
+Engine(print, idle) -> [Engine] scheduler is a builtin_function_or_method: give a Scheduler
+Engine(idle, print).submit(<None | 'request' | ('id', [1], 2)>) -> : give a Request
+Engine(idle, print).submit(request(prompt=8)) -> token ids
+--- replays
+replay.<PagedCache(0, 4, 64) | StaticCache(29, 8, 30)> -> give it more
+<paged | static>.<fork(0) | reorder([0], [0])> -> one sample each: take a KVCache
+paged.swap_out([0]) -> no host memory
+paged.swap_in(0) -> not swapped out
+static.step([31, 0, 0]) -> a slot has 30
+replay.parse_bytes(<'40GB' | '' | '-1' | '0'>) -> write it as
+replay.model_shape('llama') -> pass one of
+replay.open_cache('best', replay.Server(replay.MODELS['llama-3-8b'], 2**30, 4, 64, 2**21, 32)) -> pass one of
+replay.replay('paged', paged, [], token_bytes=1, speed=0) -> over 0
+replay.replay('paged', paged, [], token_bytes=1, <slo_ttft | slo_tpot>=<0.0 | math.nan>) -> over 0
 --- recordings and pictures
 trace.load(NO_PATH) -> [trace.load] path is
 recording.export(NO_PATH) -> [trace.export] path is
@@ -308,6 +333,11 @@ class Scene:
         self.gone.close()
         with trace.record() as self.recording:
             pass
+        self.idle, self.busy = (Scheduler(self.cache_of(max_len=64)) for _ in range(2))
+        self.busy.add(self.request(id="a", samples=2))
+        self.plan = self.busy.plan()
+        self.paged, self.static = PagedCache(8, 4, 64, frame_tokens=4), StaticCache(100, 8, 30)
+        assert self.paged.alloc() == self.static.alloc() == 0
         self.cache = cache = make_cache(pool, bands=2, num_layers=4)
         for slot, prompt in enumerate([None, [5] * UNIT, None, None]):
             assert cache.alloc(prompt) == slot
@@ -338,9 +368,14 @@ class Scene:
         sizes = {"batch": (2, 3), "swapped": (3, 2), "ragged": (6,)}  # 3 tokens of 2 slots
         fresh |= {name: torch.ones(*first, 2, 32) for name, first in sizes.items()}
         modules = {"math": math, "np": np, "testing": testing, "torch": torch, "vtensor": vtensor}
-        modules |= {"plot": plot, "trace": trace}
+        modules |= {"plot": plot, "replay": replay, "trace": trace}
         streams = {"Named": SimpleNamespace, "Wrong": NoStream}
-        serving = {"LengthHistogram": LengthHistogram, "Promises": Promises, "Scheduler": Scheduler}
+        serving = {
+            "LengthHistogram": LengthHistogram,
+            "Promises": Promises,
+            "Scheduler": Scheduler,
+            "Engine": Engine,
+        }
         return modules | serving | streams | {"UNIT": UNIT, "lengths": lengths} | vars(self) | own | fresh
 
     def state(self):
@@ -373,6 +408,11 @@ def scene():
         made = Scene(pool)
         yield made
         check_contents(made.cache, 0, range(10))
+        assert made.busy.planned is made.plan and made.idle.unfinished == 0
+        made.busy.complete(made.plan, torch.tensor([3, 4]))
+        assert [sequence.output for sequence in made.busy.running[0].live] == [[3], [4]]
+        with pytest.raises(vtensor.InvalidArgument, match="2 live sequences"):
+            made.busy.reorder("a", [0, 2])
         made.blocks.release([0])
         made.arena.unmap([(0, 100)])
         assert made.arena.stats().pages_active == 0

@@ -10,7 +10,7 @@ import pytest
 
 from support import run_command
 from test_replay_traces import TRACES, azure, mooncake
-from vtensor import InvalidArgument, Pool, TimedOut
+from vtensor import Pool, TimedOut
 from vtensor._base.terminal import Progress
 from vtensor.cli import main
 from vtensor.replay import (
@@ -94,9 +94,6 @@ def test_a_request_waits_between_its_tokens_for_memory():
     assert result(slo_ttft=1.0, slo_tpot=3.4).broken == 1
     assert result(slo_ttft=1.0, slo_tpot=0.9).broken == 2
     assert result(slo_ttft=0.9, slo_tpot=3.4).broken == 2, "each request once"
-    for wrong in ({"slo_ttft": 0.0}, {"slo_tpot": math.nan}):
-        with pytest.raises(InvalidArgument, match=f"{next(iter(wrong))}=.*over 0"):
-            result(**wrong)
 
 
 def test_copies_take_their_time_beside_the_computation():
@@ -187,8 +184,6 @@ def test_speed_and_idle_time():
         result = replay("paged", PagedCache(64, 4, 64), rows, token_bytes=TOKEN, speed=speed)
         assert result.seconds == pytest.approx(end, abs=0.05) and result.delay_p99 == 0
         assert result.batch_mean == 1.0, "idle time counts for nothing"
-    with pytest.raises(InvalidArgument, match="over 0"):
-        replay("paged", PagedCache(64, 4, 64), rows, token_bytes=TOKEN, speed=0)
 
 
 def test_requests_too_long_are_failed_not_lost():
@@ -274,13 +269,6 @@ def test_sizes():
     assert (parse_bytes("40GiB"), parse_bytes("1.5 mib"), parse_bytes("4096")) == (40 << 30, 3 << 19, 4096)
     assert model_shape("32x8x128") == LLAMA == ModelShape(32, 8, 128)
     assert LLAMA.token_bytes == 131_072
-    for text in ("40GB", "", "-1", "0"):
-        with pytest.raises(InvalidArgument, match="write it as"):
-            parse_bytes(text)
-    with pytest.raises(InvalidArgument, match="pass one of"):
-        model_shape("llama")
-    with pytest.raises(InvalidArgument, match="pass one of"):
-        open_cache("best", server(1 << 30))
 
 
 # ---------------------------------------------------------------------- the command
@@ -358,21 +346,6 @@ def test_wrong_arguments(tmp_path, capsys, arguments, what):
 
 def run_here(*arguments):
     return main(["replay", *map(str, arguments)])
-
-
-def test_the_picture_shows_what_users_feel(tmp_path):
-    pytest.importorskip("matplotlib")
-    drawn = tmp_path / "replay.svg"
-    assert run_here(few_rows(tmp_path), "--policy", "whole", "--memory", "1GiB", "--plot", drawn) == 0
-    texts = drawn.read_text()
-    for title in (
-        "requests at a time",
-        "tokens held, thousands",
-        "first token within",
-        "later tokens within",
-    ):
-        assert f"<!-- {title} -->" in texts
-    assert "<!-- whole -->" in texts
 
 
 @pytest.mark.parametrize("name", ["none/replay.png", "replay.foo"])

@@ -41,19 +41,6 @@ def cache():
 GOOD = [Request("good", [1] * 8, 6), Request("fork", [2] * 6, 4, samples=2)]
 
 
-def test_what_is_no_request(cache):
-    engine = Engine(Scheduler(cache), FakeModel(Store(cache)), choose)
-    for bad in (None, "request", ("id", [1], 2)):
-        with pytest.raises(InvalidArgument, match="request is a .*: give a Request"):
-            engine.submit(bad)
-    assert engine.scheduler.unfinished == 0
-
-
-def test_arguments_in_the_wrong_order(cache):
-    with pytest.raises(InvalidArgument, match=r"\[Engine\] scheduler is a FakeModel: give a Scheduler"):
-        Engine(FakeModel(Store(cache)), Scheduler(cache))
-
-
 def raising(work, sequence):
     raise ZeroDivisionError("no chances")
 
@@ -86,18 +73,6 @@ def test_a_choice_that_fails_ends_its_request_alone(cache, wrong, reason, sample
             assert done[good.id].tokens == alone(good) and not done[good.id].error
         assert cache.stats().slots_free == 4
         assert (engine.scheduler.stats.finished, engine.scheduler.stats.failed) == (2, 1)
-
-
-def test_tokens_that_are_none(cache):
-    scheduler = Scheduler(cache)
-    scheduler.add(GOOD[0])
-    plan = scheduler.plan()
-    for bad in (2.5, 2**63, -1, None, "1"):
-        with pytest.raises(InvalidArgument, match="Scheduler.complete.*token id"):
-            scheduler.complete(plan, [bad])
-    assert scheduler.planned is plan
-    scheduler.complete(plan, torch.tensor([3]))
-    assert scheduler.running[0].live[0].output == [3]
 
 
 def test_what_the_model_cannot_compute_is_not_queued(cache):

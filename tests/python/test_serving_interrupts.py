@@ -12,7 +12,18 @@ import pytest
 
 import vtensor.serving
 from interrupts import at_every_bytecode, moment, place
-from serving_support import GROUPS, LEAVING, SINGLES, SLOTS, alone, choose, eager, engine_over, opened
+from serving_support import (
+    GROUPS,
+    LEAVING,
+    SINGLES,
+    SLOTS,
+    alone,
+    check_books,
+    choose,
+    eager,
+    engine_over,
+    opened,
+)
 from support import every
 from vtensor import InvalidArgument
 from vtensor.serving import Request, Status
@@ -36,30 +47,9 @@ class Run:
         for _ in range(steps):
             self.ends += self.engine.step()
 
-    def check_books(self) -> None:
-        """What holds at any time, also right behind an exception."""
-        scheduler = self.scheduler
-        queues = {
-            Status.WAITING: scheduler.waiting,
-            Status.RUNNING: scheduler.running,
-            Status.SWAPPED: scheduler.swapped,
-        }
-        for status, queue in queues.items():
-            orders = [group.order for group in queue]
-            assert orders == sorted(set(orders))
-            for group in queue:
-                assert group.status is status
-                holders = [] if status is Status.WAITING else group.holders
-                for sequence in group.live:
-                    assert (sequence.slot is not None) == (sequence in holders)
-                    assert sequence.slot is not None or sequence.computed == 0
-                assert all(len(sequence.output) == sequence.generated for sequence in group.sequences)
-        slots = [s.slot for group in scheduler.running + scheduler.swapped for s in group.holders]
-        assert len(set(slots)) == len(slots)
-
     def finish(self, cancelled: tuple = ()) -> None:
         """It goes on to the end that it would have had."""
-        self.check_books()
+        check_books(self.scheduler)
         for _ in range(200):
             self.ends += self.engine.step()
             if not self.engine.unfinished:
@@ -132,7 +122,7 @@ def cut_completions(mix, *, abandoned: bool, stride: int, **options) -> set:
 
     def check(run, outcome):
         plan, scheduler = run.plan, run.scheduler
-        run.check_books()
+        check_books(run.scheduler)
         assert (scheduler.planned is None) == (plan.ended is not None)
         if scheduler.planned is None:
             with pytest.raises(InvalidArgument, match="under way"):
@@ -180,7 +170,7 @@ def test_cancel(status):
         return run
 
     def check(run, outcome):
-        run.check_books()
+        check_books(run.scheduler)
         if run.group.status is not Status.CANCELLED:
             assert outcome.interrupted
             run.scheduler.cancel("group")
@@ -226,7 +216,7 @@ def test_reorder():
 
     def check(run, outcome):
         after = [run.before[source] for source in sources]
-        run.check_books()
+        check_books(run.scheduler)
         if [sequence.tokens for sequence in run.group.live] != after:
             assert outcome.interrupted and [sequence.tokens for sequence in run.group.live] == run.before
             reorder(run)
@@ -266,7 +256,7 @@ def test_ids_whose_hash_is_interrupted():
         return run.engine.run()
 
     def check(run, outcome):
-        run.check_books()
+        check_books(run.scheduler)
         done = run.seen
         done += (outcome.result or {}).values()
         while run.scheduler.unfinished:

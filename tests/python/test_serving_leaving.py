@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving_support import LEAVING, PAGE_TOKENS, RANGES, SLOTS, alone, eager, engine_over, opened, serve
+from serving_support import (
+    LEAVING,
+    PAGE_TOKENS,
+    RANGES,
+    SLOTS,
+    alone,
+    check_books,
+    eager,
+    engine_over,
+    opened,
+    serve,
+)
 from support import draws
 from vtensor import testing
 from vtensor.serving import Request, Scheduler
@@ -23,13 +34,9 @@ def promised_engine(cache, promises, **options):
     return engine_over(cache, promises=promises, clock=lambda: next(ticks) * STEP, **options)
 
 
-def check_books(scheduler) -> None:
+def check(scheduler) -> None:
     testing.check_invariants(scheduler.cache.pool)
-    for queue in (scheduler.running, scheduler.waiting, scheduler.swapped):
-        orders = [group.order for group in queue]
-        assert orders == sorted(set(orders))
-    held = [s.slot for group in scheduler.running + scheduler.swapped for s in group.holders]
-    assert None not in held and len(set(held)) == len(held)
+    check_books(scheduler)
     assert all(group.left_at is None for group in scheduler.running + scheduler.waiting)
 
 
@@ -70,7 +77,7 @@ def test_each_request_as_if_alone(kind):
         with opened(kind, budget, SLOTS, MAX_LEN, host_pages) as cache:
             engine = promised_engine(cache, eager(tpot, slower=slower), token_budget=token_budget)
             most = max(at for at, _ in arrivals) + most_iterations([wanted for _, wanted in arrivals])
-            done = serve(engine, arrivals, cancels, most=most, check=lambda: check_books(engine.scheduler))
+            done = serve(engine, arrivals, cancels, most=most, check=lambda: check(engine.scheduler))
             left.append(engine.scheduler.stats.left)
             stats = cache.stats()
             assert stats.slots_free == SLOTS and stats.slots_swapped == stats.nbytes_swapped == 0

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving_support import PAGE_TOKENS, RANGES, alone, engine_over, opened, serve
+from serving_support import PAGE_TOKENS, RANGES, alone, check_books, engine_over, opened, serve
 from support import PER_PAGE, draws, open_pool, quarter
-from vtensor import InvalidArgument, OutOfPages
+from vtensor import OutOfPages
 from vtensor.serving import Request, Scheduler, Status
 
 SLOTS = 4
@@ -33,9 +33,7 @@ def check_plan(engine, plan) -> None:
     scheduler = engine.scheduler
     running = [group.order for group in scheduler.running]
     queued = [group.order for group in scheduler.waiting + scheduler.swapped]
-    for queue in (scheduler.running, scheduler.waiting, scheduler.swapped):
-        orders = [group.order for group in queue]
-        assert orders == sorted(orders)
+    check_books(scheduler)
     assert plan.tokens == sum(work.stop - work.start for work in plan.work) <= scheduler.token_budget
     assert len({work.sequence for work in plan.work}) == len(plan.work)
     for group in plan.preempted:
@@ -43,12 +41,9 @@ def check_plan(engine, plan) -> None:
         assert group.status is (Status.SWAPPED if group in scheduler.swapped else Status.WAITING)
     if plan.admitted and queued:
         assert max(group.order for group in plan.admitted) < min(queued), "somebody was overtaken"
-    slots = [s.slot for group in scheduler.running + scheduler.swapped for s in group.holders]
-    assert None not in slots and len(set(slots)) == len(slots)
     stats = scheduler.cache.stats()
     assert stats.slots_used == sum(len(group.holders) for group in scheduler.running)
     assert stats.slots_swapped == sum(len(group.holders) for group in scheduler.swapped)
-    assert all(s.slot is None and s.computed == 0 for group in scheduler.waiting for s in group.live)
 
 
 def serve_checked(engine, arrivals):
@@ -251,32 +246,3 @@ def test_what_could_never_fit_waits_for_nobody(beside):
     engine.submit(request("never", [0] * 40, 4))
     (ended,) = engine.step()
     assert "larger budget" in ended.error and "other processes" not in ended.error
-
-
-def test_bad_input(open_cache):
-    scheduler = Scheduler(open_cache(budget=20))
-    with pytest.raises(InvalidArgument, match="max_len is 64"):
-        scheduler.add(request("long", prompt=60, new=5))
-    with pytest.raises(InvalidArgument, match="4 slots"):
-        scheduler.add(request("many", samples=5))
-    scheduler.add(request("a", samples=2))
-    with pytest.raises(InvalidArgument, match="choose another id"):
-        scheduler.add(request("a"))
-    with pytest.raises(InvalidArgument, match="raise it"):
-        Scheduler(open_cache(budget=20), token_budget=3)
-    plan = scheduler.plan()
-    with pytest.raises(InvalidArgument, match="complete"):
-        scheduler.plan()
-    with pytest.raises(InvalidArgument, match="complete it first"):
-        scheduler.cancel("a")
-    with pytest.raises(InvalidArgument, match="2 sequences are due one"):
-        scheduler.complete(plan, [1])
-    with pytest.raises(InvalidArgument, match="under way"):
-        scheduler.complete(type(plan)(), [])
-    with pytest.raises(InvalidArgument, match="under way"):
-        scheduler.abandon(type(plan)())
-    scheduler.complete(plan, [1, 2])
-    with pytest.raises(InvalidArgument, match="2 live sequences"):
-        scheduler.reorder("a", [0, 2])
-    with pytest.raises(InvalidArgument, match="token ids"):
-        engine_over(open_cache(budget=20)).submit(Request("number", 8, 4))

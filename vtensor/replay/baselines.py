@@ -55,7 +55,7 @@ class OneSample:
         raise OutOfPages(f"[{type(self).__name__}.swap_out] there is no host memory: compute it again")
 
     def swap_in(self, slot: int | Sequence[int]) -> bool:
-        raise InvalidArgument(f"[{type(self).__name__}.swap_in] slot {slot} is not swapped out")
+        raise InvalidArgument(f"[{type(self).__name__}.swap_in] slot {slot} is not swapped out: call step()")
 
     def fork(self, slot: int, n: int = 1) -> list[int]:
         raise self._one_sample("fork")
@@ -64,7 +64,7 @@ class OneSample:
         raise self._one_sample("reorder")
 
     def _one_sample(self, name: str) -> InvalidArgument:
-        return InvalidArgument(f"[{type(self).__name__}.{name}] it manages requests of one sample each")
+        return InvalidArgument(f"[{type(self).__name__}.{name}] it manages one sample each: take a KVCache")
 
 
 class StaticCache(OneSample):
@@ -92,7 +92,9 @@ class StaticCache(OneSample):
 
     def step(self, lengths: Sequence[int]) -> bool:
         if max(lengths) > self.max_len:
-            raise CapacityExceeded(f"[StaticCache.step] {max(lengths)} tokens, a slot has {self.max_len}")
+            raise CapacityExceeded(
+                f"[StaticCache.step] {max(lengths)} tokens, a slot has {self.max_len}: make it larger"
+            )
         self._lengths = list(lengths)
         return True
 

@@ -463,10 +463,13 @@ class Scheduler:
             DriverError, OutOfPages, TimedOut: errors of the cache. The iteration is still under way.
         """
         if plan is not self.planned:
-            raise InvalidArgument("[Scheduler.complete] this is not the iteration that is under way")
+            raise InvalidArgument(
+                "[Scheduler.complete] this is not the iteration that is under way: give what plan() returned"
+            )
         if tokens is not None and len(tokens) != len(plan.sampled):
             raise InvalidArgument(
-                f"[Scheduler.complete] {len(tokens)} tokens, {len(plan.sampled)} sequences are due one"
+                f"[Scheduler.complete] {len(tokens)} tokens, {len(plan.sampled)} sequences are due one: "
+                "give a token for each of plan.sampled"
             )
         chosen = None if tokens is None else token_ids("Scheduler.complete", tokens)
         now = self._clock()
@@ -542,7 +545,9 @@ class Scheduler:
         Raises InvalidArgument for any plan but the last.
         """
         if plan is not self.planned:
-            raise InvalidArgument("[Scheduler.abandon] this is not the iteration that is under way")
+            raise InvalidArgument(
+                "[Scheduler.abandon] this is not the iteration that is under way: give what plan() returned"
+            )
         news = Plan(admitted=plan.admitted, failed=plan.failed, swapped_in=plan.swapped_in)
         commit(sets(self, cancelled=plan.cancelled + self.cancelled, _next=news, planned=None))
 
