@@ -31,17 +31,6 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} |
 }
 
 
-def start(*arguments: str, cwd: Path, environment=ENVIRONMENT, **options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "vtensor", *arguments],
-        cwd=cwd,
-        env=environment,
-        # A shell that runs the tests in the background may have SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
-    )
-
-
 def start_in_terminal(*arguments: str, cwd: Path) -> tuple[subprocess.Popen, int]:
     """The process, which has a terminal of its own, and our side of that."""
     master, terminal = pty.openpty()
@@ -247,10 +236,12 @@ def test_ctrl_c_is_changed_for_the_command_alone(monkeypatch, argv, orig_argv, i
 def test_interrupted_bench_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
-    process = start(
-        *("bench", "--only", "growth", "--json"),
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vtensor", "bench", "--only", "growth", "--json"],
         cwd=tmp_path,
-        environment=ENVIRONMENT | {"TMPDIR": str(folder)},
+        env=ENVIRONMENT | {"TMPDIR": str(folder)},
+        # A shell that runs the tests in the background may have SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

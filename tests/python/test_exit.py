@@ -168,6 +168,11 @@ def run():
         pass
 threading.Thread(target=run, daemon=True).start(); time.sleep(0.05)
 """,
+    "a_recording_runs": """
+forgotten = vtensor.trace.record(64).__enter__()
+del forgotten
+recording = vtensor.trace.record().__enter__(); t.extend(1)
+""",
     "numpy_lives": "array = t[0].numpy(); dl = torch.from_dlpack(t); del t, view",
     "exits_with_sys_exit": "sys.exit(0)",
     "pool_closed_before": "pool.close()",

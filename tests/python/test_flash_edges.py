@@ -79,31 +79,34 @@ def test_tokens_of_no_sequence_are_zeros():
 # --- what a slice would hide --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [
-    {"cache_seqlens": 9},
-    {"cache_seqlens": -1},
-    {"cache_seqlens": int32(8, 9)},
-    {"cache_seqlens": int32(8)},
-    {"cache_seqlens": int32(8, 8, 8)},
-    {"cache_leftpad": int32(-3, 0)},
-    {"cache_leftpad": int32(0, 9)},
-    {"cache_seqlens": int32(6, 4), "cache_leftpad": int32(6, 5)},
-    {"cache_batch_idx": int32(0, 2)},
-], ids=str)  # fmt: skip
-def test_positions_that_a_plain_cache_does_not_have(given):
-    q = noise(2, 1, HEADS * GROUPS, SIZE)
-    with pytest.raises((RuntimeError, IndexError, ValueError)):
-        shims.flash_attn_with_kvcache(q, *plain_cache(), **given, backend="torch")
-    with pytest.raises(RuntimeError):
-        shims.flash_attn_with_kvcache(noise(3, 1, HEADS, SIZE), *plain_cache(), backend="torch")
+NEW = noise(2, 1, HEADS * GROUPS, SIZE)
+APPEND = {"k": NEW[:, :, :HEADS], "v": NEW[:, :, :HEADS]}
 
 
-@pytest.mark.parametrize("lengths", [HOLDS, int32(3, HOLDS)], ids=str)
-@pytest.mark.parametrize("backend", ["torch", "fa4"])
-def test_an_append_past_the_end_of_a_plain_cache(seen, backend, lengths):  # noqa: F811
-    (k, v), q = plain_cache(), noise(2, 1, HEADS, SIZE)
-    with pytest.raises((RuntimeError, IndexError)):
-        shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=lengths, backend=backend)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cache_seqlens": 9},
+        {"cache_seqlens": -1},
+        {"cache_seqlens": int32(8, 9)},
+        {"cache_seqlens": int32(8)},
+        {"cache_seqlens": int32(8, 8, 8)},
+        {"cache_leftpad": int32(-3, 0)},
+        {"cache_leftpad": int32(0, 9)},
+        {"cache_seqlens": int32(6, 4), "cache_leftpad": int32(6, 5)},
+        {"cache_batch_idx": int32(0, 2)},
+        {"q": noise(3, 1, HEADS, SIZE)},
+        {"cache_seqlens": HOLDS, **APPEND},
+        {"cache_seqlens": int32(3, HOLDS), **APPEND},
+    ],
+    ids=lambda given: str({name: value for name, value in given.items() if name not in "qkv"}),
+)
+def test_positions_that_a_plain_cache_does_not_have(seen, given):  # noqa: F811
+    k_cache, v_cache = plain_cache()
+    for backend in ("torch", "fa4") if "k" in given else ("torch",):
+        call = {"q": NEW, "k_cache": k_cache, "v_cache": v_cache} | given
+        with pytest.raises((RuntimeError, IndexError, ValueError)):
+            shims.flash_attn_with_kvcache(**call, backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 import gpu_stand_in  # noqa: E402
 from benchmarks import gpu  # noqa: E402
-from benchmarks.gpu import OUT_OF_TIME, PAGE, QUESTIONS, Pages, must, reserve, tensor_at  # noqa: E402
+from benchmarks.gpu import OUT_OF_TIME, QUESTIONS, Pages, must  # noqa: E402
 
 pytestmark = [needs_simcuda, pytest.mark.seconds(500)]
 STAND_IN = Path(__file__).with_name("gpu_stand_in.py")
@@ -204,14 +204,6 @@ def test_what_a_capture_refused_is_not_given_back(session):
     assert life("cuMemAddressReserve") == [f"reserve {unsupported}", "3"]
     assert life("cuMemCreate") == [f"create {unsupported}", "3"]
     assert life("cuMemMap") == [f"map {unsupported}", "5"]
-
-
-def test_a_tensor_over_addresses_neither_reads_nor_owns_them(session):
-    address = must(reserve(PAGE))
-    t = tensor_at(address, (4, 8), torch.float32)
-    assert (t.data_ptr(), t.shape, t.dtype) == (address, (4, 8), torch.float32)
-    del t
-    gpu.cuda.cuMemAddressFree(address, PAGE)
 
 
 @pytest.mark.parametrize("with_statistics", [False, True])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import vtensor
+from kv_support import grown, make_cache
 from support import calls, filled, mapper_calls
-from vtensor._pictures import html as drawing
 from vtensor._pictures import pages
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -128,33 +127,21 @@ def test_an_arena_shows_its_range_in_lines(pool):
     assert words(arena._repr_mimebundle_()["text/html"]).startswith("vtensor.Arena, closed")
 
 
-def test_a_cache_shows_its_slots(host):
-    stats = SimpleNamespace(
-        tokens=2090,
-        slots_used=3,
-        slots_free=1,
-        nbytes_mapped=6 << 20,
-        nbytes_live=4 << 20,
-        waste=0.5,
-        page_tokens=32,
-        pages_used=96,
-        pages_shared=16,
-        pages_cached=10,
-        prefix_tokens=64,
-    )
-    cache = SimpleNamespace(stats=lambda: stats, lengths=[1000, 0, 90, 1000])
-    html = drawing._cache(cache)["text/html"]
-    pages_strip, *slots = strips(html)
-    assert pages_strip.get("aria-label") == "pages in use: 70 of one slot, 16 shared, 10 cached, of 96 pages"
-    assert [slot.get("aria-label") for slot in slots] == [
-        "slot 0: 1,000 tokens, 32 pages deep",
-        "slot 2: 90 tokens, 3 pages deep",
-        "slot 3: 1,000 tokens, 32 pages deep",
+def test_a_cache_shows_its_slots(pool_factory):
+    cache = make_cache(pool_factory("host", pages=64))
+    for slot, length in enumerate((20, 5)):
+        assert cache.alloc() == slot and grown(cache, slot, length)
+    cache.fork(0)
+    html = cache._repr_mimebundle_()["text/html"]
+    assert [strip.get("aria-label") for strip in strips(html)] == [
+        "pages in use: 4 of one slot, 8 shared, 0 cached, of 12 pages",
+        "slot 0: 20 tokens, 2 pages deep",
+        "slot 1: 5 tokens, 1 pages deep",
+        "slot 2: 20 tokens, 2 pages deep",
     ]
-    assert "2,090 tokens in 3 of 4 slots" in words(html) and "(50.0% more)" in words(html)
-    closed = vtensor.KVCache(1, 1, 32, max_batch=1, max_len=8, pool=host)
-    closed.close()
-    assert words(closed._repr_html_()).startswith("vtensor.KVCache, closed")
+    assert "45 tokens in 3 of 6 slots" in words(html)
+    cache.close()
+    assert words(cache._repr_html_()).startswith("vtensor.KVCache, closed")
 
 
 def test_a_large_tensor_stays_a_small_picture(pool_factory):

@@ -193,14 +193,6 @@ def test_prefixes_are_shared_by_whole_units(cache):
     assert stats.prefix_tokens == 3 * UNIT and stats.prefix_hits == 4 * UNIT and stats.unit == UNIT
 
 
-def test_the_last_token_is_always_computed(cache):
-    prompt = list(range(2 * UNIT))
-    slot = cache.alloc(tokens=prompt)
-    grown(cache, slot, len(prompt))
-    cache.publish(slot, prompt)
-    assert cache.length(cache.alloc(tokens=prompt)) == UNIT
-
-
 @pytest.mark.exact
 def test_prefixes_outlive_their_request_and_go_least_recently_used_first(pool_factory, kind):
     with make_cache(pool_factory(kind, 7 * RANGES)) as cache:

@@ -10,25 +10,22 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, filled, grown, make_cache, used
+from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, filled, grown, lengths_with, make_cache, used
 from support import draws, run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents
 
 
-def lengths_with(cache, **by_slot: int) -> list[int]:
-    lengths = cache.lengths
-    for slot, length in by_slot.items():
-        lengths[int(slot[1:])] = length
-    return lengths
+def lengths(*first: int) -> list[int]:
+    return [*first, *[0] * (MAX_BATCH - len(first))]
 
 
-def fits_and_steps(cache, lengths) -> bool:
+def fits_and_steps(cache, wanted) -> bool:
     """What a step says, which the question before it said too."""
     before = (cache.lengths, cache.pool.stats().pages_used, cache.stats().prefix_tokens)
-    answer = cache.fits(lengths)
+    answer = cache.fits(wanted)
     assert (cache.lengths, cache.pool.stats().pages_used, cache.stats().prefix_tokens) == before
-    assert cache.step(lengths) == answer
+    assert cache.step(wanted) == answer
     return answer
 
 
@@ -37,11 +34,11 @@ def test_up_to_the_last_page(pool_factory, kind):
     with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
         a, b = cache.alloc(), cache.alloc()
         assert (a, b) == (0, 1)
-        assert not cache.fits(lengths_with(cache, s0=2 * UNIT, s1=2 * UNIT + 1))
-        assert fits_and_steps(cache, lengths_with(cache, s0=2 * UNIT, s1=2 * UNIT))
-        assert not fits_and_steps(cache, lengths_with(cache, s0=2 * UNIT + 1))
+        assert not cache.fits(lengths(2 * UNIT, 2 * UNIT + 1))
+        assert fits_and_steps(cache, lengths(2 * UNIT, 2 * UNIT))
+        assert not fits_and_steps(cache, lengths(2 * UNIT + 1, 2 * UNIT))
         cache.free(b)  # its pages stay with the slot, and would be given up
-        assert fits_and_steps(cache, lengths_with(cache, s0=4 * UNIT))
+        assert fits_and_steps(cache, lengths(4 * UNIT))
 
 
 @pytest.mark.exact
@@ -52,8 +49,8 @@ def test_prefixes_that_would_be_given_up_count_and_stay(pool_factory, kind):
         cache.publish(slot, range(3 * UNIT))
         cache.free(slot)
         slot = cache.alloc()
-        assert cache.fits([4 * UNIT if at == slot else 0 for at in range(MAX_BATCH)])
-        assert not cache.fits([4 * UNIT + 1 if at == slot else 0 for at in range(MAX_BATCH)])
+        assert cache.fits(lengths(4 * UNIT))
+        assert not cache.fits(lengths(4 * UNIT + 1))
         assert cache.stats().prefix_tokens == 3 * UNIT and cache.stats().prefix_evictions == 0
         assert grown(cache, slot, 4 * UNIT) and cache.stats().prefix_evictions == 3
 
@@ -74,9 +71,9 @@ def test_pages_that_a_write_would_unshare(pool_factory, kind):
 def test_pages_of_other_tensors_that_are_kept_for_the_next(pool_factory):
     pool = pool_factory("host", 4 * RANGES, cache=1 << 20, prefetch=1 << 20)
     with make_cache(pool) as cache:
-        slot = cache.alloc()
+        cache.alloc()
         t = vtensor.zeros(4 * PAGE, grow_dim=0, capacity=8 * PAGE, dtype=torch.uint8, pool=pool)
-        wanted = [4 * UNIT if at == slot else 0 for at in range(MAX_BATCH)]
+        wanted = lengths(4 * UNIT)
         assert not cache.fits(wanted)
         t.close()
         assert cache.fits(wanted) and cache.step(wanted)
@@ -117,13 +114,13 @@ def test_pages_on_their_way_out_that_others_have_are_no_room_for_what_comes_back
         stream = sim.stream(held=True)
         cache.record_stream(stream)
         cache.swap_out(slot)
-        assert not cache.fits([3 * UNIT] * 2 + [0] * (MAX_BATCH - 2))
+        assert not cache.fits(lengths(3 * UNIT, 3 * UNIT))
         sim.release(stream)
         cache.wait(slot)
-        assert not cache.fits([3 * UNIT] * 2 + [0] * (MAX_BATCH - 2), wait=True)
+        assert not cache.fits(lengths(3 * UNIT, 3 * UNIT), wait=True)
         assert not cache.swap_in(slot)
         cache.free(other)
-        assert cache.fits([3 * UNIT] + [0] * (MAX_BATCH - 1), wait=True) and cache.swap_in(slot)
+        assert cache.fits(lengths(3 * UNIT), wait=True) and cache.swap_in(slot)
 
 
 @pytest.mark.exact
@@ -154,7 +151,7 @@ def test_what_fits_once_all_has_left_comes_back(sim, stream_pool, seed):
             other = chosen.choice([slot for slot in slots if slot != away] or [None])
             if other is not None:
                 grown(cache, other, cache.lengths[other] + UNIT)
-            back = lengths_with(cache, **{f"s{away}": length})
+            back = lengths_with(cache, away, length)
             at_once = cache.fits(back)
             sim.release(stream)
             at_last = cache.fits(back, wait=True)
@@ -224,10 +221,8 @@ def test_wait_idle_waits_for_what_is_swapped():
             pool = vtensor.Pool("cpu", page_size=4096, budget=256 << 20, prefetch=prefetch)
             cache = vtensor.KVCache(4, 4, 64, 4, 16384, torch.float32, pool=pool)
             slot = cache.alloc()
-            lengths = [0] * 4
-            lengths[slot] = 16384
             for _ in range(3):
-                assert cache.step(lengths)
+                assert cache.step([16384, 0, 0, 0])
                 cache.swap_out(slot)
                 pool.wait_idle()
                 stats = pool.stats()

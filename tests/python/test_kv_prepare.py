@@ -191,45 +191,44 @@ def test_a_pool_without_a_mapper(pool_factory, kind):
         assert announced(cache, slot)
 
 
+LENGTH = UNIT + 3
+
+
+def swap(cache, slot):
+    cache.swap_out(slot)
+    cache.wait(slot)
+    cache.pool.wait_idle()
+    assert used(cache) == 0
+    assert cache.swap_in(slot)
+    cache.wait(slot)
+
+
+# What is done to a slot, and the tokens that it has then.
+FOLLOWS = {
+    "free": (lambda cache, slot: (cache.free(slot), cache.alloc()), 0),
+    "truncate": (lambda cache, slot: cache.truncate(slot, 5), 5),
+    "truncate to nothing": (lambda cache, slot: cache.truncate(slot, 0), 0),
+    "swap": (swap, LENGTH),
+    "fork": (lambda cache, slot: cache.free(cache.fork(slot)[0]), LENGTH),
+    "publish": (lambda cache, slot: cache.publish(slot, range(LENGTH)), LENGTH),
+    "less": (lambda cache, slot: grown(cache, slot, LENGTH + UNIT), LENGTH),
+    "close": (lambda cache, slot: cache.close(), None),
+}
+
+
 @pytest.mark.parametrize("idle", [True, False])
-@pytest.mark.parametrize(
-    "what", ["free", "truncate", "truncate to nothing", "swap", "fork", "publish", "less", "close"]
-)
+@pytest.mark.parametrize("what", FOLLOWS)
 def test_what_follows_an_announcement(pool_of, what, idle):
     """The request is whole whatever the mapper had done by then, and nothing is left in the end."""
     pool = pool_of(20)
-    length = UNIT + 3
+    follow, length = FOLLOWS[what]
     with make_cache(pool) as cache:
-        slot = filled(cache, length)
+        slot = filled(cache, LENGTH)
         assert not announced(cache, slot)
         if idle:
             pool.wait_idle()
-        if what == "free":
-            cache.free(slot)
-            slot = cache.alloc()
-            length = 0
-        elif what == "truncate":
-            length = 5
-            cache.truncate(slot, length)
-        elif what == "truncate to nothing":
-            length = 0
-            cache.truncate(slot, 0)
-        elif what == "swap":
-            cache.swap_out(slot)
-            cache.wait(slot)
-            pool.wait_idle()
-            assert used(cache) == 0
-            assert cache.swap_in(slot)
-            cache.wait(slot)
-        elif what == "fork":
-            cache.free(cache.fork(slot)[0])
-        elif what == "publish":
-            assert cache.publish(slot, range(length)) == UNIT
-        elif what == "less":
-            length += UNIT
-            assert grown(cache, slot, length)
-            write(cache, slot, 0, range(length))
-        if what != "close":
+        follow(cache, slot)
+        if length is not None:
             check_contents(cache, slot, range(length))
             testing.check_invariants(pool)
             announced(cache, slot)
@@ -265,28 +264,3 @@ def test_what_is_announced_goes_before_what_looks_ahead(pool_of):
         assert cache.step(lengths)
         assert calls_of(cache.pool) == before
         testing.check_invariants(cache.pool)
-
-
-def test_every_refusal_of_the_mapper_is_raised_once(pool_of):
-    refused = 0
-    for n in range(100):
-        pool = pool_of(8)
-        with make_cache(pool) as cache:
-            for slot in [filled(cache, 2 * UNIT) for _ in range(4)]:
-                cache.free(slot)
-            slot = cache.alloc()
-            with testing.fail_after(pool, n) as refusals:
-                announced(cache, slot, 6 * UNIT)
-                try:
-                    pool.wait_idle()
-                except vtensor.DriverError:
-                    refused += 1
-            pool.wait_idle()
-            assert grown(cache, slot, 6 * UNIT)
-            write(cache, slot, 0, range(6 * UNIT))
-            check_contents(cache, slot, range(6 * UNIT))
-            testing.check_invariants(pool)
-        pool.close()
-        if not refusals:
-            break
-    assert refused > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import vtensor
-from kv_support import MAX_BATCH, PAGE, RANGES, SHAPES, UNIT, filled, grown, lacks_host_memory, make_cache
+from kv_support import MAX_BATCH, RANGES, SHAPES, UNIT, filled, grown, lacks_host_memory, make_cache
 from support import calls, calls_since, run_snippet
 from vtensor.testing.kv_model import check_contents
 
@@ -61,36 +61,8 @@ def test_a_swap_without_host_memory_changes_nothing(pool_factory, kind, monkeypa
         cache.swap_out(group, **options)
 
 
-@pytest.mark.exact
-def test_host_memory_goes_with_the_last_copy_that_uses_it(cache):
-    slot = filled(cache, 40)
-    for _ in range(3):
-        cache.swap_out(slot)
-        assert cache.stats().nbytes_swapped == 40 * RANGES * PAGE // UNIT
-        assert cache.swap_in(slot)
-        assert cache.stats().nbytes_swapped == 0
-    cache.swap_out(slot)
-    cache.free(slot)
-    assert cache.stats().nbytes_swapped == 0
-
-
-@pytest.mark.parametrize("back", [False, True])
-def test_what_slots_share_in_host_memory_is_there_for_the_last_of_them(cache, back):
-    slot = filled(cache, 40)
-    (fork,) = cache.fork(slot)
-    cache.swap_out([slot, fork])
-    if back:
-        assert cache.swap_in(slot)
-    cache.free(slot)
-    assert cache.swap_in(fork)
-    cache.wait(fork)
-    check_contents(cache, fork, range(40))
-    assert cache.stats().nbytes_swapped == 0
-
-
 PREAMBLE = """
-import os, resource, signal, sys
-import torch, vtensor
+import random, resource, signal
 from vtensor.testing.kv_model import check_contents, write
 pool = vtensor.Pool(page_size=4096, budget=64 << 20, prefetch=0)
 cache = vtensor.KVCache(2, 2, 32, 4, 1024, dtype=torch.float32, pool=pool)
@@ -136,7 +108,6 @@ def test_signals_while_requests_come_and_go():
     run_snippet(
         PREAMBLE
         + """
-import random
 class Late(Exception):
     pass
 def late(number, frame):

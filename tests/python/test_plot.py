@@ -161,17 +161,6 @@ def test_memory_is_drawn_once_while_it_sleeps(pool_factory):
 # -- what is drawn
 
 
-def test_page_map_of_an_arena(pool_factory):
-    pool = pool_factory("host", 64)
-    with vtensor.Arena(100 * 4 * KIB, pool=pool) as arena:
-        arena.map([(0, 4 * KIB), (50 * 4 * KIB, 53 * 4 * KIB)])
-        axes = vtensor.plot.page_map(arena)
-        assert axes.get_ylabel() == "lines" and axes.get_xlabel() == "page of the line, of 7 reserved"
-        assert tuple(axes.get_ylim()) == (15, 0)
-        assert "16 KiB mapped of 400 KiB" in axes.get_title(loc="left")
-        assert "mapped 4" in {text.get_text() for text in axes.get_legend().get_texts()}
-
-
 def drawings(pool):
     """Every function that draws, and what it draws."""
     t, events = filled(pool, 8), decode().events

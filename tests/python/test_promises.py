@@ -102,29 +102,24 @@ def test_pace_recovers_a_line(step, token, prompt_tokens):
     assert pace.step_seconds == pytest.approx(step * EXACT, rel=1e-6, abs=1e-6)
 
 
-def test_two_points_give_their_line_exactly():
+OLD = (1 - 1 / 64) ** 200  # of what was 200 iterations ago
+
+
+@pytest.mark.parametrize(
+    ("notes", "token_seconds", "step_seconds"),
+    [
+        ([], 0.0, 0.0),
+        ([(0, 2.0)], 0.0, 2.0),
+        ([(0, 2.0), (4, 4.0)], 0.5, 2.0),
+        ([(8, 2.0)] * 3, 0.25, 0.0),  # prompts of one size alone take all of the time
+        ([(0, 1.0)] * 200 + [(0, 3.0)] * 200, 0.0, 3.0 - 2.0 * OLD * (1 - OLD) / (1 - OLD**2)),
+    ],
+)
+def test_pace_by_hand(notes, token_seconds, step_seconds):
     pace = Pace()
-    assert (pace.token_seconds, pace.step_seconds) == (0.0, 0.0)
-    pace.note(0, 2.0)
-    assert (pace.token_seconds, pace.step_seconds) == (0.0, 2.0)
-    pace.note(4, 4.0)
-    assert (pace.token_seconds, pace.step_seconds) == pytest.approx((0.5, 2.0), abs=1e-12)
-
-
-def test_prompts_of_one_size_alone_take_all_of_the_time():
-    pace = Pace()
-    for _ in range(3):
-        pace.note(8, 2.0)
-    assert pace.token_seconds == pytest.approx(0.25, abs=1e-12)
-    assert pace.step_seconds == pytest.approx(0.0, abs=1e-12)
-
-
-def test_older_iterations_weigh_less():
-    pace = Pace()
-    for seconds in [1.0] * 200 + [3.0] * 200:
-        pace.note(0, seconds)
-    old = (1 - 1 / 64) ** 200
-    assert pace.step_seconds == pytest.approx(3.0 - 2.0 * old * (1 - old) / (1 - old**2), rel=1e-9)
+    for tokens, seconds in notes:
+        pace.note(tokens, seconds)
+    assert (pace.token_seconds, pace.step_seconds) == pytest.approx((token_seconds, step_seconds), abs=1e-12)
 
 
 def test_a_pace_is_never_below_nothing():

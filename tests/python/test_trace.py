@@ -36,15 +36,6 @@ def of(events, what):
 # -- what a recording holds
 
 
-def test_nothing_is_recorded_outside(pool):
-    t = quarter(pool)
-    t.extend(1)
-    with trace.record() as recording:
-        pass
-    t.extend(1)
-    assert of(recording.events(), "extend") == [] and recording.dropped == 0
-
-
 def test_extend_and_shrink_say_what_where_how_much_when_and_who(pool):
     t = quarter(pool, rows=(3,))
     item = pool.page_size // 4
@@ -81,30 +72,6 @@ def test_a_refused_extend_is_there_too(pool):
     with trace.record() as recording, pytest.raises(vtensor.OutOfPages):
         t.extend(1000)
     assert len(of(recording.events(), "extend")) == 1
-
-
-def test_rows_are_what_pandas_takes():
-    assert Event._fields == (
-        "time_ns",
-        "duration_ns",
-        "what",
-        "call",
-        "address",
-        "nbytes",
-        "tensor",
-        "thread",
-        "role",
-    )
-    with trace.record() as recording:
-        vtensor.empty(1, grow_dim=0, capacity=1, dtype=torch.uint8, device="cpu").close()
-    events = recording.events()
-    kinds = {"what": str, "call": str, "role": str}
-    for event in events:
-        assert isinstance(event, tuple)
-        assert {name: type(value) for name, value in event._asdict().items()} == {
-            name: kinds.get(name, int) for name in Event._fields
-        }
-    assert events
 
 
 def test_what_a_tensor_and_the_mapper_do_is_all_there(pool_factory):
@@ -207,21 +174,6 @@ def test_a_forked_child_records_nothing_and_says_so():  # I13
         assert [e.what for e in recording.events()].count("extend") == 2
         """
     ).check()
-
-
-def test_the_interpreter_exits_with_a_recording_that_runs():  # I14
-    finished = run_snippet(
-        """
-        from vtensor import trace
-        forgotten = trace.record(64).__enter__()
-        del forgotten
-        recording = trace.record().__enter__()
-        t = vtensor.empty(1, 4, grow_dim=0, capacity=64, dtype=torch.float32, device="cpu")
-        t.extend(1)
-        """,
-        finalize=True,
-    ).check()
-    assert finished.err == ""
 
 
 # -- what is made of it

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,16 @@ def table(blocks: int, *tensors, size: int) -> SimpleNamespace:
             for n, layer, block, offset in tensors
         ],
     )
+
+
+@contextmanager
+def memory_of(config: SimpleNamespace, **options):
+    made = memory.TableMemory(config, torch.device("cpu"), **options)
+    try:
+        yield made
+    finally:
+        made.arena.close()
+        made.pool.close()
 
 
 @pytest.mark.parametrize(
@@ -126,8 +137,7 @@ def test_the_memory_of_a_table(monkeypatch):
     monkeypatch.setenv("VTENSOR_VLLM_PAGE_SIZE", "16KiB")
     monkeypatch.setenv("VTENSOR_VLLM_CACHE", "0.1")
     config = table(1000, (2, 1000 * 16 * KIB, 16 * KIB, 0), size=2000 * 16 * KIB)
-    made = memory.TableMemory(config, torch.device("cpu"))
-    try:
+    with memory_of(config) as made:
         assert (made.most, made.most_cached, made.block_bytes) == (32, 3, 32 * KIB)
         made.require_room(31, 4000)
         with pytest.raises(
@@ -142,9 +152,6 @@ def test_the_memory_of_a_table(monkeypatch):
             made.hold(range(30, 35))
         assert made.mapped == 30
         assert made.arena.tensor.numel() == 2000 * 16 * KIB
-    finally:
-        made.arena.close()
-        made.pool.close()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -154,45 +161,11 @@ def test_a_budget_is_that_of_all_workers(monkeypatch, shared):
     if shared:
         monkeypatch.setenv("VTENSOR_VLLM_SHARED", f"test-{os.getpid()}")
     config = table(1000, (2, 1000 * 16 * KIB, 16 * KIB, 0), size=2000 * 16 * KIB)
-    made = memory.TableMemory(config, torch.device("cpu"), workers=2)
-    try:
+    with memory_of(config, workers=2) as made:
         assert made.pool.budget == (2 << 20 if shared else 1 << 20)
         assert made.most == made.room == 32
         with pytest.raises(RuntimeError, match="a budget of 1,048,576 bytes a worker holds 32 blocks"):
             made.require_room(32, 4096)
-    finally:
-        made.arena.close()
-        made.pool.close()
-
-
-@pytest.mark.parametrize(
-    ("shared", "workers", "says"),
-    [
-        (
-            "",
-            1,
-            "a budget of 1,048,576 bytes a worker, in pages of 16,384 bytes, for 32 of 40 blocks",
-        ),
-        (
-            "test-{pid}",
-            2,
-            "524,288 bytes a worker, shared as 'test-{pid}', in pages of 16,384 bytes, for 16 of",
-        ),
-    ],
-)
-def test_the_log_says_that_it_is_on(monkeypatch, caplog, shared, workers, says):
-    monkeypatch.setenv("VTENSOR_VLLM_BUDGET", "1MiB")
-    monkeypatch.setenv("VTENSOR_VLLM_SHARED", shared.format(pid=os.getpid()))
-    config = table(40, (2, 40 * 16 * KIB, 16 * KIB, 0), size=80 * 16 * KIB)
-    made = memory.TableMemory(config, torch.device("cpu"), workers)
-    try:
-        with caplog.at_level(logging.INFO, logger="vllm.vtensor"):
-            report.say_on(made)
-    finally:
-        made.arena.close()
-        made.pool.close()
-    (line,) = caplog.messages
-    assert line.startswith("[vtensor.vllm] on: ") and says.format(pid=os.getpid()) in line
 
 
 def test_the_log_says_at_most_once_a_minute_that_memory_is_short(caplog):
@@ -268,40 +241,35 @@ def with_connector(world_size: int = 1, **settings) -> SimpleNamespace:
     )
 
 
-def test_engines_without_a_connector_are_taken():
-    transfers.require_connector(SimpleNamespace(kv_transfer_config=None))
-    transfers.require_connector(with_connector(kv_connector=None))
-
-
-def test_vllms_own_connector_is_taken(monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    transfers.require_connector(with_connector(kv_connector="NixlConnector"))
-    extra = {"backends": ["UCX"], "bidirectional_kv_xfer": False, "kv_lease_duration": 60}
-    transfers.require_connector(with_connector(kv_connector="NixlConnector", kv_connector_extra_config=extra))
+OURS = {"backends": ["UCX"], "bidirectional_kv_xfer": False, "kv_lease_duration": 60}
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        ({"kv_connector": None}, None),
+        ({}, None),
+        ({"kv_connector_extra_config": OURS}, None),
         ({"kv_connector": "NixlPushConnector"}, "the KV connector is NixlPushConnector: only"),
         ({"kv_connector": "MultiConnector"}, "the KV connector is MultiConnector: only"),
         ({"kv_connector_module_path": "mine"}, "only vLLM's own"),
         ({"kv_connector_extra_config": {"backends": ["GDS"]}}, "leave out backends"),
         ({"kv_connector_extra_config": {"bidirectional_kv_xfer": True}}, "bidirectional_kv_xfer"),
         ({"world_size": 2}, "the engine has 2 workers"),
+        ({"shared": "models"}, "its own VTENSOR_VLLM_BUDGET"),
     ],
 )
-def test_connectors_that_were_not_run_are_refused(monkeypatch, settings, says):
+def test_connectors_that_were_run_are_taken_and_no_others(monkeypatch, settings, says):
     monkeypatch.setenv("UCX_TLS", "tcp")
-    with pytest.raises(RuntimeError, match=re.escape(says)):
-        transfers.require_connector(with_connector(**({"kv_connector": "NixlConnector"} | settings)))
+    settings = {"kv_connector": "NixlConnector"} | settings
+    if "shared" in settings:
+        monkeypatch.setenv("VTENSOR_VLLM_SHARED", settings.pop("shared"))
+    with pytest.raises(RuntimeError, match=re.escape(says)) if says else nullcontext():
+        transfers.require_connector(with_connector(**settings))
 
 
-def test_a_shared_budget_is_refused_with_a_connector(monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setenv("VTENSOR_VLLM_SHARED", "models")
-    with pytest.raises(RuntimeError, match="its own VTENSOR_VLLM_BUDGET"):
-        transfers.require_connector(with_connector(kv_connector="NixlConnector"))
+def test_engines_without_transfers_are_taken():
+    transfers.require_connector(SimpleNamespace(kv_transfer_config=None))
 
 
 @pytest.mark.parametrize("device", ["sys/class/infiniband/mlx5_0", "dev/nvidiactl", "dev/xpmem"])
