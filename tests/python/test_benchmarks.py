@@ -95,10 +95,7 @@ def test_the_table_says_what_was_missed_skipped_and_broken():
     text = report.table(report.to_dict(Settings(), {"cpu": "a processor"}, outcomes()))
     lines = text.splitlines()
     assert lines[0] == "cpu a processor" and lines[-1] == "2 bars, 2 missed"
-    row = next(line for line in lines if "step / limit" in line)
-    assert (
-        row.split() == "step / limit 2.00 s 1.00 s 2.00 x [2.00, 2.00] 1.00 [1.00, 1.00] <= 1.50 MISS".split()
-    )
+    assert next(line for line in lines if "step / limit" in line).endswith("MISS")
     assert any("skipped: no compiler" in line for line in lines)
     assert any("FAILED: ValueError: broken" in line for line in lines)
 
