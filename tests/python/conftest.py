@@ -268,11 +268,3 @@ def stream_pool(sim, pool_factory):
     sim.let_go()
     for pool in made:
         pool.close()
-
-
-@pytest.fixture
-def strict(request):
-    """64 host pages of 4 KiB, whose holes fault on reads too: a read past the end shows."""
-    with_holes = testing.host_pool(strict_holes=True, page_size=4096, budget=64 * 4096)
-    yield with_holes
-    with_holes.close()

@@ -6,11 +6,10 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-import torch
 
+import vtensor
 from cuda_support import (
     READ_WRITE,
-    assert_mapped_as_told,
     device,
     mapping_at,
     needs_simcuda,
@@ -25,6 +24,7 @@ from support import (
     run_snippet,
     same_bytes,
     simcuda_control,
+    simcuda_disarm,
     simcuda_library,
 )
 from vtensor import testing
@@ -33,48 +33,6 @@ pytestmark = needs_simcuda
 
 
 # -- the life of a tensor
-
-
-@pytest.mark.parametrize("rows", [(), (2, 3)])
-def test_life_cycle(simcuda, rows):  # I1, I2
-    dim = len(rows)
-    data = values(40, rows)
-    t = tensor(simcuda, 5, rows)
-    address = t.address
-    want = values(5, rows)
-    for n in (1, 3, 4, 17):
-        x = data.narrow(dim, t.length % 7, n)
-        t.append(x)
-        want = torch.cat([want, x], dim)
-    assert same_bytes(t, want) and t.data_ptr() == t.address == address
-    assert_mapped_as_told(t)
-
-    t.shrink(6)
-    t.shrink(5, front=True)
-    want = want.narrow(dim, 5, want.shape[dim] - 11)
-    assert same_bytes(t, want) and t.data_ptr() == address + 5 * 1024  # I1
-    assert_mapped_as_told(t)
-
-    fork = t.fork()
-    assert same_bytes(fork, want)
-    assert_mapped_as_told(t)
-    assert_mapped_as_told(fork)
-    fork.add_(1)  # I6
-    assert same_bytes(fork, want + 1) and same_bytes(t, want)
-    assert_mapped_as_told(fork)
-
-    ids = [record.page_id for record in t.pages()]
-    moved = t.reallocate(100)
-    assert [record.page_id for record in moved.pages()] == ids  # nothing was copied
-    assert same_bytes(moved, want)
-    t.close()
-    fork.close()
-    moved.truncate(1)
-    assert same_bytes(moved, want.narrow(dim, 0, 1))
-    moved.close()
-    assert simcuda.stats().pages_mapped == 0
-    for page in range(64):
-        assert mapping_at(address + page * 4096)[0] == 0
 
 
 # -- driver calls
@@ -176,3 +134,45 @@ def test_the_leak_report_sees_a_leak():
         "ctypes.c_uint64(0), ctypes.c_uint64(0))"
     )
     assert "leaked 0 handles, 0 mappings, 1 ranges" in finished.err
+
+
+# -- refused calls
+
+
+def test_pages_whose_making_was_refused_leave_their_room_in_the_budget(sim, stream_pool):
+    """I5"""
+    pool = stream_pool(pages=8)
+    with quarter(pool, 0, capacity=64) as t:
+        for _ in range(3):
+            sim.fail("cuMemCreate")
+            with pytest.raises(vtensor.DriverError, match="cuMemCreate"):
+                t.extend(16)
+        t.extend(32)
+        assert pool.stats().pages_used == 8
+
+
+def test_pages_that_came_and_cannot_go_are_used_for_nothing(sim, simcuda):
+    """They came without access. Until they are unmapped nothing else is mapped there (I3, I8)."""
+    t = tensor(simcuda, 1)
+    used = simcuda.stats().pages_used
+    sim.fail("cuMemSetAccess")
+    sim.fail("cuMemUnmap", refuse=1_000)
+    for _ in range(3):  # in the first, the refusal of the access comes before
+        with pytest.raises(vtensor.DriverError, match="cuMemUnmap"):
+            t.extend(20)
+        stats = simcuda.stats()
+        assert t.length == 1 and stats.pages_pinned == stats.pages_used - used > 0
+        testing.check_invariants(simcuda)
+    simcuda_disarm()
+    assert not t.extend(20)[1:].any()
+    assert simcuda.stats().pages_pinned == 0
+
+
+@pytest.mark.parametrize(("code", "name"), [(999, "CUDA_ERROR_UNKNOWN"), (4711, "CUresult 4711")])
+def test_a_refusal_names_the_call_and_the_answer(sim, simcuda, code, name):
+    t = tensor(simcuda, 1)
+    sim.fail("cuMemSetAccess", code=code)
+    with pytest.raises(vtensor.DriverError, match=f"cuMemSetAccess.*{name}") as raised:
+        t.extend(9)
+    error = raised.value
+    assert (error.call, error.code, error.name) == ("cuMemSetAccess", code, name)

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-import vtensor
 from cuda_support import needs_simcuda
 from support import (
     HERE,
@@ -19,7 +18,6 @@ from support import (
     memfd_mappings,
     memfds,
     open_pool,
-    quarter,
     run_snippet,
     same_bytes,
     simcuda_leaks,
@@ -107,16 +105,6 @@ def test_close_in_the_middle_of_shares(kind):
         assert view.eq(3).all()
     del view
     assert pool.stats().pages_used == 0
-
-
-def test_pools_come_and_go(kind, is_as_before):
-    for i in range(30):
-        pool = open_pool(kind, 16)
-        t = filled(pool, 9, i)
-        t.fork().fill_(1)
-        t.shrink(3).reallocate(90)
-        pool.close()
-    assert is_as_before()
 
 
 def test_a_closed_pool_may_be_replaced_as_default():
@@ -212,13 +200,3 @@ def test_a_process_of_its_own_exits_clean():
         [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=60
     )
     assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
-
-
-def test_close_is_final_for_the_tensors_of_the_pool_only(pool_factory):
-    a, b = pool_factory("host"), pool_factory("host")
-    x, y = filled(a, 3), filled(b, 3)
-    a.close()
-    assert x.closed and not y.closed
-    with pytest.raises(vtensor.Closed):
-        quarter(a, 1)
-    assert y.extend(1).length == 4

@@ -1,4 +1,4 @@
-"""The options of a pool: budget, spare memory, reserve; and its counts."""
+"""Pools: budget, spare memory, reserve, counts, zeroing and holes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 
 import pytest
+import torch
 
 import vtensor
 from support import (
@@ -199,7 +200,7 @@ def test_memory_that_is_there_does_not_count_against_the_reserve(pool_factory):
     assert filled(pool, 30 * PER_PAGE, capacity=200).eq(1).all()
 
 
-# --- bad input --------------------------------------------------------------------------------------------
+# --- default budgets --------------------------------------------------------------------------------------
 
 
 def test_a_default_budget_leaves_what_other_pools_were_promised():
@@ -218,3 +219,33 @@ def test_a_default_budget_leaves_what_other_pools_were_promised():
 def test_a_pool_that_was_promised_all_memory_leaves_some_to_a_default_pool():
     with vtensor.Pool("cpu", budget=1 << 46), vtensor.Pool("cpu") as default:
         assert 1 << 20 < default.budget < 1 << 46
+
+
+# --- zeros and holes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+@pytest.mark.parametrize("zero", ["new_owner", "always", "never"])
+def test_zeroing_policies(pool_factory, kind, zero):
+    pool = pool_factory(kind, zero=zero)
+    filled(pool, 40, 255).close()
+    fresh = quarter(pool, 40)
+    if zero != "never":
+        assert not fresh.any()  # I7
+    assert not quarter(pool, 40, make=vtensor.zeros).any()  # zeros() means zeros under any policy
+
+
+def test_own_pages_come_back_zeroed_where_always_zeroing(pool_factory, kind):
+    pool = pool_factory(kind, zero="always")
+    t = filled(pool, 12, 255)
+    t.truncate(4).extend(8)
+    assert t[:4].eq(255).all() and not t[4:].any()
+
+
+def test_holes_of_a_host_pool_read_as_zeros(host):
+    t = filled(host, 5, 3, rows=(2,), capacity=40)
+    whole = torch.empty(0, dtype=torch.uint8).set_(t[:, :].untyped_storage())
+    assert whole.numel() > 2 * 2 * host.page_size
+    row = t.stride(0)
+    assert whole[: 5 * 1024].eq(3).all() and not whole[2 * host.page_size : row].any()  # I3
+    assert whole[row : row + 5 * 1024].eq(3).all()

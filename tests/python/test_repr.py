@@ -35,13 +35,6 @@ def test_it_follows_the_tensor(pool):
     assert repr(t) == str(t) == f"{t}" == "<VTensor, closed>"
 
 
-def test_a_pool_that_was_closed_leaves_tensors_that_say_so(pool_factory, kind):
-    pool = pool_factory(kind)
-    t = filled(pool, 4)
-    pool.close()
-    assert repr(t) == "<VTensor, closed>"
-
-
 def test_str_shows_the_elements_as_torch_does(pool):
     t = quarter(pool, 3, dtype=torch.float32)
     t.copy_(torch.arange(t.numel()).view(t.shape))

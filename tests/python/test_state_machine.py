@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import vtensor
+from cuda_support import assert_mapped_as_told
 from machines import case
 from support import open_pool
 from vtensor.testing.machine import BUDGET_PAGES, PAGE_SIZES, TensorMachine
@@ -21,6 +22,11 @@ class Machine(TensorMachine):
 
 class CudaMachine(Machine):
     kind = "simcuda"
+
+    def check(self) -> None:
+        super().check()
+        for t in getattr(self, "tensors", ()):
+            assert_mapped_as_told(t.actual)
 
 
 # With look-ahead its draws would hang on time; test_mapper_machine.py has that.

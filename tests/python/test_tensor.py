@@ -11,7 +11,6 @@ from support import (
     calls,
     calls_since,
     filled,
-    mappings_within,
     page_ids,
     quarter,
     ramp,
@@ -44,11 +43,6 @@ DTYPES = [
 ]
 
 
-def slot_of(t, position: int) -> int:
-    """The page of its row in which a position of `quarter` lies."""
-    return position // PER_PAGE
-
-
 # --- creation ---------------------------------------------------------------------------------------------
 
 
@@ -64,15 +58,6 @@ def test_empty_is_a_torch_tensor_of_the_asked_shape(pool):
     row_pages = -(-100 * 5 * 7 * 4 // pool.page_size)
     assert t.nbytes_reserved >= 2 * row_pages * pool.page_size
     assert not t.requires_grad
-
-
-@pytest.mark.parametrize("make", [vtensor.empty, vtensor.zeros])
-def test_a_new_tensor_reads_zeros(pool, make):
-    quarter(pool, 20).fill_(255)  # a first owner, gone at once
-    t = quarter(pool, 20, make=make)
-    assert not t.any()  # I7
-    t.fill_(9).extend(20)
-    assert t[:20].eq(9).all() and not t[20:].any()
 
 
 def test_sizes_as_one_sequence_and_default_dtype(host):
@@ -227,21 +212,43 @@ def test_prepare_says_whether_there_is_room(pool):
     assert not {"mmap", "cuMemMap"} & calls_since(pool, before).keys()  # I15
 
 
-# --- length 0 ---------------------------------------------------------------------------------------------
+# --- moving ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.exact
-def test_length_zero(pool):
-    t = quarter(pool, rows=(2,), capacity=9)
-    assert t.length == 0 and t.shape[1] == 0 and t.numel() == 0
-    assert t.nbytes_mapped == 0 and pool.stats().pages_used == 0
-    assert t.data_ptr() == 0 and t.address % pool.page_size == 0 and t.address != 0
-    address = t.address
-    assert t.pages() == [] and t.clone().shape == t.shape
-    assert t.fork().length == 0 and t.alias().shape == t.shape
-    t.extend(1)
-    assert t.data_ptr() == t.address == address  # I1
-    assert t.truncate(0).reallocate(12).extend(12).length == 12
+def test_front_shrinks_then_move_where_the_tensor_was_asked_to(pool):
+    t = filled(pool, 8, 1, rows=(2,), capacity=10, when_full="move")
+    expected = ramp(t)
+    t.copy_(expected)
+    t.shrink(5, front=True)
+    t.extend(2)
+    ids = set(page_ids(t))
+    before = calls(pool)
+    t.extend(5)  # 10 positions in all: the capacity, but not behind what the front used up
+    assert t.length == 10 and t.capacity == 10
+    assert same_bytes(t[:, :3], expected[:, 5:])  # I2
+    assert ids <= set(page_ids(t)), "pages were copied"
+    made = calls_since(pool, before)
+    assert not made.get("pwrite") and not made.get("cuMemcpyDtoDAsync")
+    with pytest.raises(vtensor.CapacityExceeded):
+        t.extend(1)
+    assert t.length == 10
+
+
+@pytest.mark.exact
+def test_reallocate_keeps_the_pages(pool):
+    t = quarter(pool, 10, rows=(2,), capacity=12)
+    t.copy_(ramp(t))
+    expected, ids, used = t.clone(), page_ids(t), pool.stats().pages_used
+    before = calls(pool)
+    bigger = t.reallocate(40)
+    made = calls_since(pool, before)
+    assert not made.get("pwrite") and not made.get("cuMemcpyDtoDAsync") and not made.get("cuMemCreate")
+    assert t.closed and not bigger.closed
+    assert bigger.capacity == 40 and bigger.length == 10 and bigger.grow_dim == 1
+    assert same_bytes(bigger, expected)  # I2
+    assert page_ids(bigger) == ids and pool.stats().pages_used == used
+    assert same_bytes(bigger.extend(30)[:, :10], expected)
 
 
 # --- records and properties -------------------------------------------------------------------------------
@@ -281,27 +288,6 @@ def test_results_are_plain_tensors(pool):
     assert isinstance(t, vtensor.VTensor) and t.eq(3).all()
 
 
-def test_a_plain_kernel_gives_the_same_bits(pool):
-    t = vtensor.empty(1, 4, 0, 16, grow_dim=2, capacity=64, dtype=torch.float32, pool=pool)
-    k = torch.randn(1, 4, 37, 16, generator=torch.Generator().manual_seed(0))
-    q = torch.randn(1, 4, 2, 16, generator=torch.Generator().manual_seed(1))
-    t.append(k)
-    held = torch.empty(1, 4, 64, 16)[:, :, :37]
-    held.copy_(k)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    assert torch.equal(sdpa(q, t, t), sdpa(q, held, held))
-
-
-def test_alias_is_a_plain_tensor_of_this_moment(pool):
-    t = filled(pool, 5, 4, rows=(2,))
-    s = t.alias()
-    assert type(s) is torch.Tensor and s.data_ptr() == t.data_ptr() and s.stride() == t.stride()
-    t.extend(20)
-    assert s.shape[1] == 5 and s.eq(4).all()
-    t.close()
-    assert s.eq(4).all()  # I3
-
-
 @pytest.mark.exact
 def test_own_makes_pages_unshared(pool):
     t = filled(pool, 12, 6, rows=(2,))
@@ -324,26 +310,3 @@ def test_reindex_copies_no_whole_page(pool):
     made = calls_since(pool, before)
     assert not made.get("pwrite") and not made.get("cuMemcpyDtoDAsync")
     assert sorted(page_ids(t)) == sorted(ids) and page_ids(t) != ids
-
-
-# --- close ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exact
-def test_close_gives_everything_back(pool):
-    t = filled(pool, 9, rows=(2,))
-    address, reserved = t.address, t.nbytes_reserved
-    t.close()
-    assert t.closed
-    stats = pool.stats()
-    assert (stats.pages_used, stats.pages_mapped, stats.nbytes_reserved, stats.tensors) == (0, 0, 0, 0)  # I14
-    assert not [m for m in mappings_within(address, address + reserved) if m[2].startswith("rw")]
-    t.close()  # again does nothing
-
-
-@pytest.mark.exact
-def test_a_tensor_that_dies_gives_its_pages_back(pool):
-    t = filled(pool, 9)
-    assert pool.stats().tensors == 1
-    del t
-    assert pool.stats().pages_used == 0 and pool.stats().tensors == 0

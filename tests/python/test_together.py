@@ -26,13 +26,6 @@ def test_each_by_its_own_index_and_states_with_them(pool):
     testing.check_invariants(pool)
 
 
-def test_what_is_no_vtensor():
-    with pytest.raises(vtensor.InvalidArgument, match="give VTensors"):
-        together.reindex([torch.ones(2, 3)], [[0]])
-    with pytest.raises(vtensor.InvalidArgument, match="give a VTensor"):
-        together.reserve(torch.ones(2, 3), 3)
-
-
 def test_refused_for_one_changes_none(pool):
     """I8."""
     a, b, closed = rows(pool), rows(pool), rows(pool)
