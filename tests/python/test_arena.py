@@ -218,33 +218,6 @@ def test_what_is_not_mapped_reads_as_zeros(pool_factory):
     assert not arena.tensor.any()
 
 
-def test_the_address_never_changes(arena):
-    address = arena.tensor.data_ptr()
-    view = arena.tensor[BLOCK : 2 * BLOCK].view(torch.float32).view(2, -1)
-    arena.map([block(1)])
-    view.fill_(2.5)
-    assert arena.tensor.data_ptr() == address and content(arena, 1).view(torch.float32).eq(2.5).all()
-
-
-def test_a_refused_unmapping_is_tried_again(arena):
-    arena.map([block(0), block(4)])
-    with testing.fail_after(arena.pool, 0, 1000):
-        arena.unmap([block(0), block(4)])
-    assert arena.stats().pages_active == 0
-    arena.pool.wait_idle()
-    assert arena.stats().nbytes_mapped == 0 and arena.pool.stats().pages_used == 0
-
-
-def test_too_many_blocks(arena):
-    arena.pool.budget = 4 * PAGE
-    arena.map([block(0)])
-    before = arena.stats()
-    with pytest.raises(vtensor.OutOfPages, match=r"\[Arena.map\]"):
-        arena.map([block(2), block(4)])
-    assert arena.stats() == before
-    arena.map([block(2)])
-
-
 # --- what no block needs ----------------------------------------------------------------------------------
 
 
@@ -294,21 +267,6 @@ def test_of_some_blocks_the_unneeded_pages_go(caching):
     assert caching.trim([]) == 0
 
 
-def test_a_tensor_gets_the_memory_and_none_of_the_bytes(caching):
-    """I7, both ways."""
-    everything = [block(i) for i in range(10)]
-    caching.map(everything)
-    caching.tensor[: 10 * BLOCK].fill_(5)
-    caching.unmap(everything)
-    t = filled(caching.pool, 12 * 4, FOREIGN % 128)
-    assert caching.stats().pages_cached <= 4
-    t.close()
-    kept = caching.map(everything)
-    assert not all(kept)
-    shown = {int(b) for b in caching.tensor[: 10 * BLOCK].unique()}
-    assert shown <= {0, 5}
-
-
 @pytest.mark.exact
 def test_what_blocks_held_comes_to_no_tensor(pool_factory, kind):
     """I7: not even to the one whose pages they were before."""
@@ -347,24 +305,6 @@ def test_what_is_prepared_costs_the_caller_no_call(caching):
     caching.map([block(0), block(7)])
     assert calls_since(caching.pool, before).keys() <= {"cuStreamWaitEvent", "cuEventQuery"}
     assert (caching.stats().pages_active, caching.stats().pages_prefetched) == (4, 0)
-
-
-def test_what_was_prepared_gives_way(caching):
-    caching.prepare([block(i) for i in range(6)])
-    caching.pool.wait_idle()
-    assert caching.stats().pages_prefetched == 9
-    filled(caching.pool, 14 * 4, 1)
-    assert caching.stats().pages_prefetched == 0
-
-
-def test_pages_of_refused_blocks_give_way(caching):
-    """I15: what was prepared for blocks that were refused is cached, and can be evicted."""
-    caching.prepare([block(0)])
-    caching.pool.wait_idle()
-    with pytest.raises(vtensor.OutOfPages):
-        caching.map([block(i) for i in range(BLOCKS)])
-    assert caching.stats().pages_cached == 2
-    filled(caching.pool, 16 * 4, 1).close()  # the whole budget
 
 
 def test_what_the_mapper_meets_is_raised_by_the_next_operation(pool_factory):

@@ -247,27 +247,7 @@ def test_neighbours_are_mapped_by_one_call(pool_factory):
     blocks.arena.close()
 
 
-def test_what_is_refused_changes_nothing(blocks):
-    blocks.hold([0])
-    with pytest.raises(vtensor.OutOfPages):
-        blocks.hold(range(1, COUNT))  # I8
-    assert blocks.mapped == 1 and blocks.arena.stats().pages_active == LAYERS
-
-
 # --- steps ------------------------------------------------------------------------------------------------
-
-
-def test_what_a_step_may_use_stays_until_it_ends(blocks):
-    blocks.hold([0, 4])
-    blocks.begin_step()
-    blocks.release([0])
-    blocks.begin_step()
-    blocks.release([4])
-    assert blocks.arena.stats().pages_active == 2 * LAYERS
-    blocks.end_step()
-    assert blocks.mapped == 1 and blocks.arena.stats().pages_active == LAYERS
-    blocks.end_step()
-    assert blocks.mapped == 0
 
 
 def test_a_block_that_waits_for_a_step_is_held_again_without_its_lost_contents(blocks):
@@ -307,15 +287,6 @@ def test_a_prepared_block_is_held_without_a_call(blocks):
     assert blocks.hold([2]) == ([], [2])
     assert calls_since(blocks.arena.pool, before) == {}  # I15
     assert all(bool(part.eq(0).all()) for part in parts_of(blocks.arena, 2))
-
-
-def test_a_prepared_block_that_is_not_held_goes_when_others_want_memory(blocks):
-    blocks.prepare([2, 4])
-    blocks.arena.pool.wait_idle()
-    assert blocks.arena.stats().pages_prefetched == 2 * LAYERS
-    assert blocks.trim([2]) == LAYERS * PAGE
-    filled(blocks.arena.pool, BUDGET * 4, 1).close()
-    assert blocks.arena.stats().pages_prefetched == 0
 
 
 def test_preparing_takes_nothing_that_a_released_block_holds(blocks):

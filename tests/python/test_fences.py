@@ -109,21 +109,6 @@ def test_nobody_else_gets_a_page_that_is_in_use(sim, stream_pool, ahead):
 
 
 @WORKERS
-def test_a_window_at_its_budget_waits_for_its_own_pages(sim, stream_pool, ahead):
-    """What the tensor itself gave back is what it grows into, once its fence has passed."""
-    pool = stream_pool(pages=8, prefetch=ahead, cache=0)
-    stream = sim.stream(held=True)
-    t = filled(pool, 32, 1, capacity=512)
-    sim.kernel(stream, t)
-    t.shrink(16, front=True, stream=stream)
-    threading.Timer(0.1, sim.release, [stream]).start()
-    begin = time.monotonic()
-    t.extend(16)
-    assert time.monotonic() - begin < 10  # half of the pool's patience
-    assert t[:16].eq(1).all() and t[16:].le(1).all()  # zeros, or what was its own
-
-
-@WORKERS
 def test_out_of_order(sim, stream_pool, ahead):
     """Each tensor's pages go when its own work has passed, the last one's first."""
     pool = stream_pool(prefetch=ahead, cache=0)
@@ -383,36 +368,6 @@ def test_remapping_waits_for_running_work(sim, stream_pool, ahead, operation, en
         sim.release(0)
     result = act()
     assert result[:10].eq(1 if child is not None else 3).all()
-
-
-def test_other_tensors_go_on_while_one_waits(sim, stream_pool):
-    """I12: a fork that waits for its kernel, and a copy that waits for the device, hold no lock."""
-    pool = stream_pool()
-    stream = sim.stream(held=True)
-    t, other, third = filled(pool, 10, 1), filled(pool, 4, 2), quarter(pool)
-    sim.kernel(stream, t)
-    t.record_stream(stream)
-    waiting = threading.Thread(target=lambda: t.fork().close())
-    waiting.start()
-    time.sleep(0.05)
-    begin = time.monotonic()
-    other.extend(8).truncate(2)
-    assert time.monotonic() - begin < 10 and waiting.is_alive()
-    sim.release(stream)
-    waiting.join(30)
-
-    child = other.fork()
-    sim.hold()
-    sim.release(0)
-    copying = threading.Thread(target=lambda: child.extend(4))  # its copy is held on the side stream
-    copying.start()
-    time.sleep(0.05)
-    begin = time.monotonic()
-    third.extend(8)
-    assert time.monotonic() - begin < 10 and copying.is_alive()
-    sim.release()
-    copying.join(30)
-    assert child.length == 6
 
 
 def test_a_copy_that_never_ends(sim, stream_pool):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import random
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vtensor
-from support import calls, calls_since, filled, quarter, run_snippet, run_together
+from support import calls, calls_since, filled, quarter, run_snippet
 from vtensor import _core, testing
 from vtensor._torch.memory import entered
 
@@ -130,24 +128,6 @@ def test_random_programs(pool_factory, kind, prefetch, data):
 # --- calls ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [SMALL, LARGE])
-def test_a_freed_size_makes_no_driver_call(pool_factory, kind, nbytes):
-    pool = caching(pool_factory, kind)
-    with inside(pool) as core:
-        others = [allocate(nbytes) for _ in range(3)]
-        address = allocate(nbytes)
-        free(address)
-        pool.wait_idle()
-        before = calls(pool)
-        for _ in range(10):
-            assert allocate(nbytes) == address
-            free(address)
-        assert calls_since(pool, before) == {}
-        for each in others:
-            free(each)
-        empty(pool, core)
-
-
 def test_small_ones_share_pages(pool):
     with inside(pool) as core:
         made = [allocate(512) for _ in range(16)]
@@ -234,41 +214,6 @@ def test_others_find_memory_in_what_a_heap_keeps(pool_factory, kind, wants):
 
 
 # --- threads and ends -------------------------------------------------------------------------------------
-
-
-def test_threads_that_free_for_one_another(pool_factory, kind):
-    pool = caching(pool_factory, kind, 512)
-    handed: list[tuple[int, int, int]] = []
-    lock, wrong = threading.Lock(), []
-
-    def work(seed: int) -> None:
-        draw = random.Random(seed)
-        with inside(pool):
-            for _ in range(300):
-                if draw.random() < 0.5:
-                    nbytes = draw.choice([100, SMALL, PAGE, LARGE])
-                    address = allocate(nbytes)
-                    if address is None:
-                        wrong.append(_core.take_heap_refusal())
-                        continue
-                    mark = draw.randrange(1, 255)
-                    fill(address, nbytes, mark)
-                    with lock:
-                        handed.append((address, nbytes, mark))
-                else:
-                    with lock:
-                        if not handed:
-                            continue
-                        address, nbytes, mark = handed.pop(draw.randrange(len(handed)))
-                    if content(address, nbytes) != bytes([mark]) * nbytes:
-                        wrong.append(f"{nbytes} bytes changed")
-                    free(address, nbytes)
-
-    run_together(*(partial(work, seed) for seed in range(4)))
-    assert not wrong
-    for address, _, _ in handed:
-        free(address)
-    empty(pool, pool._heap("memory", "memory").core)
 
 
 def test_threads_outside_are_refused(pool):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-from functools import partial
 
 import pytest
 
 import vtensor
 from cuda_support import needs_simcuda
-from support import PER_PAGE, eventually, filled, quarter, run_snippet, run_together, within
-from vtensor import testing
+from support import eventually, filled, quarter, run_snippet, within
 
 AHEAD = 1 << 20
 
@@ -246,19 +244,6 @@ def test_a_refused_fence_keeps_the_pages(sim, stream_pool, call):
     eventually(lambda: held(pool) == 0)
 
 
-class Snapshot:
-    """A tensor of one moment, as `SimulatedDevice.kernel` takes them, beside growth in another thread."""
-
-    grow_dim = 0
-
-    def __init__(self, t: vtensor.VTensor) -> None:
-        self._view = t.alias()
-        self.length = self._view.shape[0]
-
-    def __getitem__(self, index):
-        return self._view[index]
-
-
 # -- captured graphs
 
 
@@ -489,29 +474,3 @@ def test_leases_and_graphs_that_nobody_ends():
     """Their pages stay for good, and the process ends all the same (I14)."""
     finished = run_snippet(_NEVER_ENDED, finalize=True, timeout=30).check()
     assert not finished.err
-
-
-def test_leases_from_many_threads(sim, pool):
-    """While another thread grows and shrinks: every kernel finds what it was launched over."""
-    t = filled(pool, 16, 1, capacity=64)
-    streams = [sim.stream() for _ in range(3)]
-    stop = threading.Event()
-
-    def work(stream):
-        while not stop.is_set():
-            with vtensor.lease(t, stream=stream):
-                sim.hold(stream)
-                sim.kernel(stream, Snapshot(t))
-            sim.release(stream)
-
-    def grow():
-        try:
-            for n in range(60):
-                t.truncate(4)
-                t.extend(12 + n % (4 * PER_PAGE))
-        finally:
-            stop.set()
-
-    run_together(grow, *(partial(work, stream) for stream in streams))
-    sim.release()
-    testing.check_invariants(pool)

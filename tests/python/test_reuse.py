@@ -116,38 +116,6 @@ def test_another_shape_or_dtype_or_capacity_is_another_tensor(pool):
     assert all(not t.any() for t in others)
 
 
-def test_what_the_new_owner_grows_into_is_zeroed_as_it_comes(pool):
-    """Step by step into pages that the mapper may be zeroing at the moment."""
-    for turn in range(30):
-        freed(pool, 100 if turn % 2 else 128, 7, capacity=128)
-        t = quarter(pool, 0, capacity=128)
-        for _ in range(32):
-            t.extend(4)
-            assert not t[-4:].any()
-            t[-4:].fill_(3)
-        assert t.eq(3).all()
-        t.shrink(64)
-        t.extend(64)
-        assert t[:64].eq(3).all() and set(t.numpy().tobytes()) <= {0, 3}
-        t.close()
-
-
-def test_what_is_on_its_way_out_is_not_reused(pool_factory):
-    """Behind what is cached the owner had shared pages: the next must not grow into them (I6, I7)."""
-    pool = pool_factory("host", 512, prefetch=16 * PAGE, cache=256 * PAGE)
-    for _ in range(300):
-        t = filled(pool, 32, 7)
-        f = t.fork()
-        t.unshare(0, 8)
-        t.close()
-        u = quarter(pool, 32)
-        assert not u.any()
-        u.fill_(1)
-        assert f.eq(7).all()
-        u.close()
-        f.close()
-
-
 # --- what is not cached -----------------------------------------------------------------------------------
 
 
@@ -221,17 +189,6 @@ def test_trim_gives_it_back(pool):
     assert pool.trim() == 10 * PAGE
     stats = check_sums(pool)
     assert (stats.pages_cached, stats.pages_mapped, stats.pages_spare, stats.nbytes_reserved) == (0, 0, 0, 0)
-
-
-def test_a_reused_tensor_gives_way_with_what_it_does_not_use(pool):
-    """And what comes back to it later is not what was there (I7)."""
-    freed(pool, 30 * PER_PAGE, 7, capacity=400)
-    t = filled(pool, 4, 3, capacity=400)
-    filled(pool, 60 * PER_PAGE, 1, capacity=300).close()
-    assert check_sums(pool).pages_prefetched == 0
-    pool.trim()
-    t.extend(20 * PER_PAGE)
-    assert t[:4].eq(3).all() and not t[4:].any()
 
 
 # --- the end ----------------------------------------------------------------------------------------------
