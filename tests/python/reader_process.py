@@ -21,7 +21,6 @@ import torch
 import vtensor
 from support import simcuda_library
 from vtensor import VTensor, VTensorError, _core, sharing, testing  # noqa: F401 - for expressions
-from vtensor.sharing import CacheReader
 
 HANDLES = {"descriptors": 1, "fabric": 9}  # types of handles that the simulated device takes
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -110,24 +109,24 @@ class ReaderProcess:
         return self._call("receive", name, what)
 
     def sync(self, name: str = "r") -> Any:
-        return self._call("sync", name)
+        return self.evaluate(f"{name}.sync()")
 
     def length(self, name: str = "r") -> Any:
-        return self._call("length", name)
+        return self.evaluate(f"{name}.length")
 
     def read(self, name: str = "r") -> Any:
         """A copy of what it shows: of a tensor, or of a view that :meth:`keep` kept."""
-        return self._call("read", name)
+        return self.evaluate(f"{name}.clone()")
 
     def checksum(self, name: str = "r") -> Any:
         """Syncs, and returns whether anything is new, the length and a checksum of all bytes."""
-        return self._call("checksum", name)
+        return self.evaluate(f"({name}.sync(), {name}.length, checksum({name}))")
 
     def layer(self, layer: int, slot: int, length: int, name: str = "r") -> Any:
-        return self._call("layer", name, layer, slot, length)
+        return self.evaluate(f"[t[{slot}, :{length}].clone() for t in {name}[{layer}]]")
 
     def lengths(self, name: str = "r") -> Any:
-        return self._call("lengths", name)
+        return self.evaluate(f"{name}.lengths")
 
     def keep(self, view: str, name: str = "r") -> Any:
         """Keeps an alias of a tensor as ``view``."""
@@ -167,23 +166,8 @@ def _serve(pipe: Any, library: str) -> None:
             return type(held[name]).__name__
         if command == "evaluate":
             return eval(name, globals() | held, arguments[0])
-        reader = held[name]
-        if command == "sync":
-            return reader.sync()
-        if command == "length":
-            return reader.length
-        if command == "read":
-            return reader.clone()
-        if command == "checksum":
-            return reader.sync(), reader.length, checksum(reader)
-        if command == "layer":
-            assert isinstance(reader, CacheReader)
-            layer, slot, length = arguments
-            return [t[slot, :length].clone() for t in reader[layer]]
-        if command == "lengths":
-            return reader.lengths
         if command == "keep":
-            held[arguments[0]] = reader.alias()
+            held[arguments[0]] = held[name].alias()
             return None
         return held.pop(name).close()
 

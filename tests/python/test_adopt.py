@@ -237,20 +237,6 @@ def test_what_sleeps_refuses_its_work(pool, tmp_path):
     pool.close()
 
 
-def test_a_refused_sleep_leaves_no_hooks(pool_factory, kind):
-    pool = pool_factory(kind, 64)
-    model = torch.nn.Linear(20, 20)
-    vtensor.adopt(model, pool)
-    with testing.fail_after(pool, 0), pytest.raises(vtensor.DriverError):
-        pool.sleep(contents="discard")
-    assert not model._forward_pre_hooks and torch.isfinite(model(torch.ones(20))).all()
-    with pytest.raises(OSError, match="nothing fell asleep"):
-        pool.sleep(contents="/proc")
-    assert not model._forward_pre_hooks
-    del model
-    pool.close()
-
-
 def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind, monkeypatch):
     """By its address: whichever pool has it, and whatever looks at it."""
     other = pool_factory(kind, 64)

@@ -233,9 +233,17 @@ def test_the_default_pool_is_made_anew():
     assert finished.code == 0, finished.err
 
 
-def refused_sleep(pool_factory, kind, begin, operate):
-    """Runs `operate` with each driver call and all after it refused. Returns in how many runs that broke the
-    pool; in the others all is as before, and works."""
+def asleep(pool):
+    pool.sleep(contents="host")
+
+
+@pytest.mark.parametrize(
+    ("begin", "operate"),
+    [(lambda pool: None, asleep), (asleep, lambda pool: pool.wake())],
+    ids=["sleep", "wake"],
+)
+def test_a_sleep_that_cannot_be_undone(pool_factory, kind, begin, operate):
+    """Each driver call and all after it refused: some break the pool; else all is as before, and works."""
     broke = 0
     for skip in range(400):
         pool = pool_factory(kind)
@@ -268,17 +276,6 @@ def refused_sleep(pool_factory, kind, begin, operate):
         del t, fork
         assert pool.stats().pages_used == 0
         if not reached:
-            return broke
+            assert broke
+            return
     raise AssertionError("400 driver calls")
-
-
-def asleep(pool):
-    pool.sleep(contents="host")
-
-
-def test_a_sleep_that_cannot_be_undone(pool_factory, kind):
-    assert refused_sleep(pool_factory, kind, lambda pool: None, asleep) != 0
-
-
-def test_a_wake_that_cannot_be_undone(pool_factory, kind):
-    assert refused_sleep(pool_factory, kind, asleep, lambda pool: pool.wake()) != 0

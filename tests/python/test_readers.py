@@ -25,7 +25,6 @@ from reader_process import (
     CONTEXT,
     HANDLES,
     ReaderProcess,
-    checksum,
     named_memory,
     opened,
     read,
@@ -195,16 +194,6 @@ def test_a_closed_reader_holds_what_its_views_show(pool, other):
     other.close("view")
 
 
-def test_what_is_read_is_refused_sleep_before_anything_is_waited_for(kind, other):
-    with shareable(kind, patience=1) as pool:
-        t = rows(pool, 10)
-        other.receive(t)
-        with vtensor.lease(t), pytest.raises(vtensor.VTensorError, match="1 readers in other processes"):
-            pool.sleep(contents="host")  # not that the lease has not ended
-        assert torch.equal(other.read(), t)
-        other.close()
-
-
 def test_a_reader_that_comes_while_contents_are_saved_keeps_them_awake(pool, monkeypatch):
     t = rows(pool, 10)
     memory, of_range = opened(t)  # on their way to it
@@ -330,8 +319,8 @@ def test_a_write_through_a_view_ends_the_process_with_a_report():
 def test_sleep_waits_for_readers_to_close(pool, other):
     t = rows(pool, 100)
     other.receive(t)
-    with pytest.raises(vtensor.VTensorError, match="1 readers in other processes"):
-        pool.sleep(contents="host")
+    with vtensor.lease(t), pytest.raises(vtensor.VTensorError, match="1 readers in other processes"):
+        pool.sleep(contents="host")  # not that the lease has not ended: that is not waited for
     t.append(torch.ones(2, 1, 64))
     assert other.sync() is True
     other.close()
@@ -750,11 +739,3 @@ def test_a_swapped_slot_has_no_tokens_until_it_is_whole_again(pool, other):
     assert bool((other.layer(0, slot, 100)[0] == 3).all())
     other.close()
     cache.close()
-
-
-def test_checksums_of_a_long_tensor(pool, other):
-    t = rows(pool, 0)
-    other.receive(t)
-    for n in (1, 15, 16, 17, 300, 64):
-        t.append(torch.randn(2, n, 64))
-        assert other.checksum() == (True, t.length, checksum(t))

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ import torch
 
 import vtensor
 from kv_support import grown, lengths_with, make_cache
-from support import SOAK, check_sums, eventually, leave_spare, open_pool, run_together, sometimes
+from support import SOAK, check_sums, eventually, leave_spare, open_pool, sometimes
 from vtensor import _core, testing
 from vtensor.cli import top
 
@@ -46,6 +45,11 @@ def name(request):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path_of(name))
     assert not os.path.exists(path_of(name))
+
+
+def budgeted(name, whole=WHOLE, *, kind="host", **options):
+    """A pool of this shared budget."""
+    return open_pool(kind, whole, shared_budget=name, **options)
 
 
 def path_of(name):
@@ -194,7 +198,7 @@ _COMMANDS = {
 
 
 def test_each_reaches_the_whole_and_neither_more(kind, name):
-    with open_pool(kind, WHOLE, shared_budget=name) as pool, Other(kind, name) as other:
+    with budgeted(name, kind=kind) as pool, Other(kind, name) as other:
         other("grow", 40)
         t = pages(pool, 24)
         assert held(pool) == (24, 40) and other("held") == (40, 24)
@@ -220,10 +224,7 @@ def test_each_reaches_the_whole_and_neither_more(kind, name):
 @pytest.mark.parametrize("keeps", ["spare", "cached", "prepared", "arena"])
 def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
     options = {"prefetch": WHOLE * PAGE, "cache": WHOLE * PAGE}
-    with (
-        open_pool(kind, WHOLE, shared_budget=name, **options) as keeper,
-        open_pool(kind, WHOLE, shared_budget=name) as pool,
-    ):
+    with budgeted(name, kind=kind, **options) as keeper, budgeted(name, kind=kind) as pool:
         kept = None
         if keeps == "spare":
             leave_spare(keeper, 60)
@@ -253,11 +254,7 @@ def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
 
 
 def test_others_keep_what_they_cache_where_the_whole_budget_is_too_small(name):
-    with (
-        open_pool("host", WHOLE, shared_budget=name) as pool,
-        open_pool("host", WHOLE, shared_budget=name, cache=WHOLE * PAGE) as other,
-        pages(pool) as t,
-    ):
+    with budgeted(name) as pool, budgeted(name, cache=WHOLE * PAGE) as other, pages(pool) as t:
         pages(other, 20).close()
         assert other.stats().pages_cached == 20
         with pytest.raises(vtensor.OutOfPages):
@@ -267,7 +264,7 @@ def test_others_keep_what_they_cache_where_the_whole_budget_is_too_small(name):
 
 def test_numbers_of_requests_wrap_around(name):
     """The answer to the first is waited for as any, also where the number of the last one is higher."""
-    with open_pool("host", WHOLE, shared_budget=name) as pool, pages(pool) as t:
+    with budgeted(name) as pool, pages(pool) as t:
 
         def is_waited_for() -> bool:
             with open(path_of(name), "r+b") as file:
@@ -292,7 +289,7 @@ def test_numbers_of_requests_wrap_around(name):
 
 def test_the_mapper_is_woken_for_its_own_pool(name):
     """It sleeps on a word that others wake too, and for a second at most: what is prepared comes sooner."""
-    with open_pool("host", WHOLE, shared_budget=name, prefetch=WHOLE * PAGE) as pool, pages(pool) as t:
+    with budgeted(name, prefetch=WHOLE * PAGE) as pool, pages(pool) as t:
         begin = time.monotonic()
         for n in range(1, 21):
             time.sleep(0.02)  # it sleeps
@@ -301,26 +298,11 @@ def test_the_mapper_is_woken_for_its_own_pool(name):
         assert time.monotonic() - begin < 10
 
 
-def test_look_ahead_takes_nothing_that_others_ask_for(name):
-    with open_pool("host", WHOLE, shared_budget=name, prefetch=WHOLE * PAGE) as eager:
-        growing = pages(eager, 2)
-        for _ in range(6):  # at some rate, so that pages are mapped ahead
-            growing.extend(2)
-        with open_pool("host", WHOLE, shared_budget=name) as pool:
-            t = pages(pool)
-            t.extend(WHOLE - len(growing))
-            assert held(pool) == (WHOLE - len(growing), len(growing))
-            with pytest.raises(vtensor.OutOfPages):
-                growing.extend(1)
-            t.shrink(1)
-            growing.extend(1)
-
-
 def test_pages_are_mapped_ahead_only_beside_what_others_ask_for(kind, name):
     options = {"prefetch": WHOLE * PAGE}
     with (
-        open_pool(kind, WHOLE, shared_budget=name, **options) as eager,
-        open_pool(kind, WHOLE, shared_budget=name) as pool,
+        budgeted(name, kind=kind, **options) as eager,
+        budgeted(name, kind=kind) as pool,
         Other(kind, name) as silent,
     ):
         silent("grow", 40)
@@ -352,7 +334,7 @@ def test_pages_are_mapped_ahead_only_beside_what_others_ask_for(kind, name):
 
 
 def test_a_refusal_is_quick_and_changes_nothing(kind, name):
-    with open_pool(kind, WHOLE, shared_budget=name) as pool, Other(kind, name) as other:
+    with budgeted(name, kind=kind) as pool, Other(kind, name) as other:
         other("grow", 60)
         t = pages(pool, 2)
 
@@ -368,7 +350,7 @@ def test_a_refusal_is_quick_and_changes_nothing(kind, name):
 
 
 def test_who_is_stopped_is_waited_for_with_a_bound(name):
-    with open_pool("host", WHOLE, shared_budget=name) as pool, Other("host", name) as other:
+    with budgeted(name) as pool, Other("host", name) as other:
         other("grow", 60)
         other("close")
         other.stop()
@@ -383,7 +365,7 @@ def test_who_is_stopped_is_waited_for_with_a_bound(name):
 
 def test_every_refused_call_is_undone(kind, name):
     """I8, with the calls of the shared budget among them."""
-    with open_pool(kind, WHOLE, shared_budget=name) as pool:
+    with budgeted(name, kind=kind) as pool:
         refused = set()
         for n in range(100):
             t = pages(pool, 3)
@@ -412,7 +394,7 @@ def test_every_refused_call_is_undone(kind, name):
 
 def test_private_copies_count_and_may_pass_the_budget(name, capsys):
     """As in a budget that is not shared: the kernel does not ask before it copies."""
-    with open_pool("host", 8, shared_budget=name) as pool, open_pool("host", 8, shared_budget=name) as other:
+    with budgeted(name, 8) as pool, budgeted(name, 8) as other:
         t = pages(pool, 6)
         child = t.fork()
         child.fill_(1)
@@ -430,10 +412,7 @@ def test_private_copies_count_and_may_pass_the_budget(name, capsys):
 
 
 def test_a_cache_counts_what_others_can_do_without(name):
-    with (
-        open_pool("host", WHOLE, shared_budget=name) as keeper,
-        open_pool("host", WHOLE, shared_budget=name) as pool,
-    ):
+    with budgeted(name) as keeper, budgeted(name) as pool:
         leave_spare(keeper, WHOLE)
         cache = make_cache(pool)
         lengths = lengths_with(cache, cache.alloc(), 8)
@@ -457,7 +436,7 @@ def prefixes(pool, tokens, **kw):
 
 
 def test_prefixes_that_no_request_uses_go_to_who_needs_memory(kind, name):
-    with open_pool(kind, 256, shared_budget=name) as keeper, open_pool(kind, 256, shared_budget=name) as pool:
+    with budgeted(name, 256, kind=kind) as keeper, budgeted(name, 256, kind=kind) as pool:
         cache = prefixes(keeper, 400, max_len=512)
         kept = keeper.stats().pages_indexed
         assert kept > 64
@@ -471,10 +450,7 @@ def test_prefixes_that_no_request_uses_go_to_who_needs_memory(kind, name):
 
 
 def test_prefixes_count_as_what_others_can_do_without(name):
-    with (
-        open_pool("host", 256, shared_budget=name) as keeper,
-        open_pool("host", 256, shared_budget=name) as pool,
-    ):
+    with budgeted(name, 256) as keeper, budgeted(name, 256) as pool:
         cache = prefixes(keeper, 64)
         t = pages(pool, 256 - held(keeper)[0])
         other = make_cache(pool)
@@ -486,35 +462,8 @@ def test_prefixes_count_as_what_others_can_do_without(name):
         cache.close()
 
 
-def test_an_operation_that_asks_owes_nothing(name):
-    """Two caches whose operations want memory at once: neither waits for the other's."""
-    with (
-        open_pool("host", 256, shared_budget=name) as one,
-        open_pool("host", 256, shared_budget=name) as other,
-    ):
-        caches = [prefixes(pool, 40) for pool in (one, other)]
-        left = (256 - sum(held(one))) * PAGE
-        filler = vtensor.Pool("cpu", page_size=PAGE, budget=256 * PAGE, shared_budget=name, prefetch=0)
-        taken = pages(filler, left // PAGE)
-        began = time.monotonic()
-        results = []
-
-        def need(cache):
-            results.append(grown(cache, cache.alloc(), 64))
-
-        run_together(*(partial(need, cache) for cache in caches))
-        assert time.monotonic() - began < 20 and len(results) == 2
-        taken.close()
-        filler.close()
-        for cache in caches:
-            cache.close()
-
-
 def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
-    with (
-        open_pool("host", 256, shared_budget=name) as keeper,
-        open_pool("host", 256, shared_budget=name) as pool,
-    ):
+    with budgeted(name, 256) as keeper, budgeted(name, 256) as pool:
         over = threading.Event()
 
         def ask():
@@ -540,7 +489,7 @@ def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
 
 
 def test_who_is_killed_gives_back_at_once(kind, name):
-    with open_pool(kind, WHOLE, shared_budget=name) as pool, Other(kind, name) as other:
+    with budgeted(name, kind=kind) as pool, Other(kind, name) as other:
         other("grow", WHOLE)
         t = pages(pool)
         other.kill()
@@ -549,7 +498,7 @@ def test_who_is_killed_gives_back_at_once(kind, name):
 
 
 def test_a_child_keeps_nothing_for_a_dead_parent(name):
-    with open_pool("host", WHOLE, shared_budget=name) as pool, Other("host", name) as other:
+    with budgeted(name) as pool, Other("host", name) as other:
         other("grow", WHOLE)
         child = other("fork")
         try:
@@ -561,14 +510,14 @@ def test_a_child_keeps_nothing_for_a_dead_parent(name):
 
 
 def test_a_forked_child_is_no_pool_of_the_budget(name):
-    with open_pool("host", WHOLE, shared_budget=name) as pool:
+    with budgeted(name) as pool:
         t = pages(pool, 5)
         child = os.fork()
         if child == 0:
             status = 1
             with contextlib.suppress(BaseException):
                 try:
-                    open_pool("host", WHOLE, shared_budget=name)
+                    budgeted(name)
                 except vtensor.VTensorError:
                     status = 0
                 del t, pool
@@ -582,7 +531,7 @@ def test_a_forked_child_is_no_pool_of_the_budget(name):
 
 def test_a_closed_pool_leaves_its_place_and_the_last_the_file(kind, name):
     descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    one, other = (open_pool(kind, WHOLE, shared_budget=name) for _ in range(2))
+    one, other = (budgeted(name, kind=kind) for _ in range(2))
     pages(one, 20)
     assert len(survey(name)) == 2
     one.close()
@@ -594,8 +543,8 @@ def test_a_closed_pool_leaves_its_place_and_the_last_the_file(kind, name):
 
 
 def test_a_view_keeps_the_place_of_a_closed_pool(name):
-    with open_pool("host", WHOLE, shared_budget=name) as other:
-        pool = open_pool("host", WHOLE, shared_budget=name)
+    with budgeted(name) as other:
+        pool = budgeted(name)
         view = pages(pool, 20)[:3]
         pool.close()
         assert held(other)[1] >= 3
@@ -608,7 +557,7 @@ def test_the_file_of_the_killed_is_begun_afresh(name):
     with Other("host", name, whole=32) as other:
         other("grow", 32)
     assert os.path.exists(path_of(name)) and survey(name) == []
-    with open_pool("host", WHOLE, shared_budget=name) as pool:  # with another budget
+    with budgeted(name) as pool:  # with another budget
         assert len(pages(pool, WHOLE)) == WHOLE
 
 
@@ -629,7 +578,7 @@ REMOVED, CUT = "was removed.* close the pools", "was made shorter.* close them a
 )
 def test_a_pool_whose_file_was_harmed_takes_no_more(harm, said, name):
     """No pool sees what all hold. What this one has it keeps, and gives back, and its mapper goes on."""
-    with open_pool("host", WHOLE, shared_budget=name, prefetch=8 * PAGE) as pool:
+    with budgeted(name, prefetch=8 * PAGE) as pool:
         t = pages(pool, 4)
         t.fill_(3)
         pool.wait_idle()
@@ -641,11 +590,11 @@ def test_a_pool_whose_file_was_harmed_takes_no_more(harm, said, name):
         assert len(t) == 4 and t.eq(3).all()
         with contextlib.ExitStack() as stack:
             if said == REMOVED:
-                later = stack.enter_context(open_pool("host", WHOLE, shared_budget=name))
+                later = stack.enter_context(budgeted(name))
                 assert len(pages(later, WHOLE)) == WHOLE
             else:
                 with pytest.raises(vtensor.VTensorError, match="was made shorter"):
-                    open_pool("host", WHOLE, shared_budget=name)
+                    budgeted(name)
                 assert survey(name) == []
             t.prepare(8)  # the mapper can have no more either
             t.shrink(3)
@@ -655,10 +604,7 @@ def test_a_pool_whose_file_was_harmed_takes_no_more(harm, said, name):
 
 
 def test_a_pool_that_can_give_nothing_back_answers(name):
-    with (
-        open_pool("host", WHOLE, shared_budget=name) as pool,
-        open_pool("host", WHOLE, shared_budget=name) as other,
-    ):
+    with budgeted(name) as pool, budgeted(name) as other:
         leave_spare(pool, WHOLE)
 
         def refusal_is_quick() -> bool:
@@ -674,9 +620,9 @@ def test_a_pool_that_can_give_nothing_back_answers(name):
 
 
 def test_another_budget_is_refused(name):
-    with open_pool("host", WHOLE, shared_budget=name) as pool:
+    with budgeted(name) as pool:
         with pytest.raises(vtensor.InvalidArgument) as refusal:
-            open_pool("host", 32, shared_budget=name)
+            budgeted(name, 32)
         assert str(32 * PAGE) in str(refusal.value) and str(WHOLE * PAGE) in str(refusal.value)
         with pytest.raises(vtensor.InvalidArgument, match=r"\[Pool.budget\].*all pools that share"):
             pool.budget = 32 * PAGE
@@ -684,12 +630,12 @@ def test_another_budget_is_refused(name):
 
 
 def test_another_version_is_refused(name):
-    with open_pool("host", WHOLE, shared_budget=name):
+    with budgeted(name):
         with open(path_of(name), "r+b") as file:
             file.seek(8)
             file.write((9).to_bytes(4, "little"))
         with pytest.raises(vtensor.VTensorError, match="layout 9 where this one has 3"):
-            open_pool("host", WHOLE, shared_budget=name)
+            budgeted(name)
         assert survey(name) == []
 
 
@@ -698,7 +644,7 @@ def test_another_version_is_refused(name):
 
 def test_top_shows_who_has_what(kind, name, capsys):
     options = {"prefetch": WHOLE * PAGE, "cache": WHOLE * PAGE}
-    with open_pool(kind, WHOLE, shared_budget=name, **options) as pool, Other("host", name) as other:
+    with budgeted(name, kind=kind, **options) as pool, Other("host", name) as other:
         other("grow", 3)
         kept = pages(pool, 5, capacity=5)
         pages(pool, 7, capacity=7).close()
@@ -730,7 +676,7 @@ def test_top_passes_over_what_is_no_budget(name, capsys):
     strange = Path(path_of(name + "-strange"))
     strange.mkdir()
     try:
-        with open_pool("host", WHOLE, shared_budget=name):
+        with budgeted(name):
             assert top.main(once=True, as_json=True) == 0
             found = json.loads(capsys.readouterr().out)
             assert name in [budget["name"] for budget in found["budgets"]]
@@ -742,7 +688,7 @@ def test_top_passes_over_what_is_no_budget(name, capsys):
 
 
 def test_top_does_not_wait_for_who_is_stopped(name):
-    with open_pool("host", WHOLE, shared_budget=name), Other("host", name) as other:
+    with budgeted(name), Other("host", name) as other:
         other("grow", 6)
         other.stop()
         began = time.monotonic()
@@ -751,7 +697,7 @@ def test_top_does_not_wait_for_who_is_stopped(name):
 
 
 def test_top_goes_on_until_it_is_interrupted(name):
-    with open_pool("host", WHOLE, shared_budget=name):
+    with budgeted(name):
         process = subprocess.Popen(
             [sys.executable, "-m", "vtensor", "top", "--json"],
             stdout=subprocess.PIPE,
@@ -796,7 +742,7 @@ def work_together(name, steps, rounds, **options):
     """Two processes do `steps` operations each; in each of `rounds` a third one works beside them, and is
     killed in the middle."""
     refused = 0
-    with open_pool("host", WHOLE, shared_budget=name) as pool, Sampler(name) as sampler:
+    with budgeted(name) as pool, Sampler(name) as sampler:
         with Other("host", name) as one, Other("host", name, **options) as two:
             for seed in range(rounds):
                 with Other("host", name) as killed:

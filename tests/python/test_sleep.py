@@ -98,6 +98,7 @@ class Scene:
             lambda: self.t + 1,
             lambda: self.t.extend(1),
             lambda: self.fork.fork(),
+            lambda: vtensor.lease(self.t).__enter__(),
             lambda: self.cache.alloc(),
             lambda: self.cache.step(self.cache.lengths),
             lambda: self.arena.map([(0, 1)]),
@@ -196,6 +197,10 @@ def test_what_sleeps_leaves_its_memory_to_others(pool_factory, kind):
     testing.check_invariants(pool)
     assert pool.stats().nbytes_asleep >= 50 * PAGE
     t.truncate(10 * PAGE)
+    pool.budget = 40 * PAGE
+    with pytest.raises(vtensor.OutOfPages, match=r"need 50 pages.*has 30 of 40"):
+        pool.wake()
+    pool.budget = 64 * PAGE
     pool.wake(tag="weights")
     assert torch.equal(layer.weight, weight) and t.eq(3).all()
     del layer
@@ -217,21 +222,6 @@ def test_pages_that_wait_for_a_swapped_slot_too_sleep(pool_factory, kind):
         cache.wait(fork)
         for one in (slot, fork):
             check_contents(cache, one, [*range(40)])
-
-
-def test_pages_ahead_of_need_are_given_up_and_not_copied(pool_factory, kind):
-    pool = pool_factory(kind, prefetch=32 * PAGE)
-    t = filled(pool, 4 * PAGE, 5)
-    t.prepare(8 * PAGE)
-    pool.wait_idle()
-    assert pool.stats().pages_prefetched >= 8
-    with _core.FallAsleep(pool._core) as sleep:
-        sleep.next_number()
-        t._fall_asleep(sleep, False)
-        sleep.begin()
-        assert sleep.nbytes == 4 * PAGE
-    t._wake()
-    assert t.eq(5).all()
 
 
 def test_a_write_to_a_view_while_contents_are_saved_is_not_lost(pool_factory, monkeypatch):
@@ -366,37 +356,6 @@ def test_sleep_waits_for_work_on_the_device(sim, stream_pool):
     assert t[:PAGE].eq(8).all()
 
 
-def test_a_sleep_that_is_refused_wakes_nothing_else(scene):
-    """What slept before sleeps on: its heap gives no memory."""
-    pool = scene.pool
-    pool.sleep(tag="weights", contents="host")
-    with pytest.raises(vtensor.InvalidArgument, match="2 slots in use"):
-        pool.sleep(contents="discard")
-    with pytest.raises(vtensor.Asleep):
-        vtensor.adopt(torch.nn.Linear(2, 2), pool)
-    testing.check_invariants(pool)
-    pool.wake()
-    scene.check()
-    pool.sleep(tag="weights", contents="host")
-    assert pool.sleep(contents="host") > 0
-    with pytest.raises(vtensor.Asleep):
-        vtensor.adopt(torch.nn.Linear(2, 2), pool)
-    pool.wake(tag="weights")
-    vtensor.adopt(torch.nn.Linear(2, 2), pool)
-    pool.wake()
-    scene.check()
-
-
-def test_what_sleeps_is_not_leased(scene):
-    scene.pool.sleep(contents="host")
-    with pytest.raises(vtensor.Asleep), vtensor.lease(scene.t):
-        pass
-    scene.pool.wake()
-    with vtensor.lease(scene.t):
-        pass
-    scene.check()
-
-
 def test_no_memory_is_kept(pool_factory, kind):
     """What freed tensors left cached, and what was mapped ahead, goes to others too."""
     pool = pool_factory(kind, 64, prefetch=16 * PAGE, cache=64 * PAGE)
@@ -404,41 +363,11 @@ def test_no_memory_is_kept(pool_factory, kind):
     filled(pool, 20 * PAGE, 2).close()
     t.prepare(30 * PAGE)
     pool.wait_idle()
-    pool.sleep(contents="host")
+    assert pool.stats().pages_prefetched >= 16
+    assert pool.sleep(contents="host") == 8 * PAGE  # the others are not copied
     assert pool.stats().nbytes_held == 0
     pool.wake()
     assert t.eq(1).all()
-
-
-def test_reports_while_asleep(scene):
-    pool = scene.pool
-    pages = {record.address for record in scene.t.pages()}
-    pool.sleep(contents="host")
-    if pool._core.kernel_copies_on_write:
-        assert scene.view.eq(0).all()  # torch knows nothing of it, and reads the page of zeros
-    records = scene.t.pages()
-    assert {record.address for record in records} == pages
-    assert {(record.state, record.page_id) for record in records} == {("asleep", -1)}
-    stats = pool.stats()
-    assert stats.pages_used == stats.pages_private == 0
-    assert pool.trim() == 0
-    leave_spare(pool, 4)
-    testing.check_invariants(pool)
-    pool.wake()
-    scene.check()
-
-
-def test_a_budget_lowered_while_asleep(pool_factory, kind):
-    pool = pool_factory(kind, 64)
-    t = filled(pool, 40 * PAGE, 3)
-    pool.sleep(contents="host")
-    pool.budget = 20 * PAGE
-    with pytest.raises(vtensor.OutOfPages, match="need 40 pages.*has 20 of 20"):
-        pool.wake()
-    testing.check_invariants(pool)
-    pool.budget = 40 * PAGE
-    pool.wake()
-    assert t.eq(3).all()
 
 
 def test_prefixes_make_room_for_what_wakes(pool_factory, kind):
@@ -553,16 +482,6 @@ def test_two_sleeps_into_one_folder(scene, tmp_path):
     assert descriptors() == before
 
 
-def test_two_pools_in_one_folder(pool_factory, kind, tmp_path):
-    pools = [pool_factory(kind, 16) for _ in range(2)]
-    tensors = [filled(pool, 3 * PAGE, 5 + i) for i, pool in enumerate(pools)]
-    for pool in pools:
-        pool.sleep(contents=tmp_path)
-    for pool, t, value in zip(pools, tensors, (5, 6), strict=True):
-        pool.wake()
-        assert t.eq(value).all()
-
-
 def test_what_wakes_leaves_no_bytes_with_what_sleeps_on(pool_factory, kind, tmp_path):
     """What slept before a sleep keeps nothing of that one."""
     pool = pool_factory(kind, 64)
@@ -633,6 +552,7 @@ def run(program: str, **named: object) -> Finished:
     """A program in a process of its own, with ``t``, 16 MiB of ones, in ``pool``."""
     begin = """
 import os, resource, sys, threading, time, torch, vtensor
+from vtensor import testing
 pool = vtensor.Pool("cpu", budget="64MiB", prefetch=0)
 t = vtensor.zeros((4 << 20,), grow_dim=0, capacity=4 << 20, pool=pool)
 t.fill_(1)
@@ -724,11 +644,9 @@ for i in range(150):
     signal.setitimer(signal.ITIMER_REAL, 0)
     pool.wake()
     assert t.eq(1).all(), i
-    vtensor.testing.check_invariants(pool)
+    testing.check_invariants(pool)
 assert len(os.listdir("/proc/self/fd")) == before and cut > 20, cut
-""".replace("vtensor.testing", "testing").replace(
-            "import signal", "from vtensor import testing\nimport signal"
-        ),
+""",
         contents="host" if place == "host" else str(tmp_path),
     )
     done.check()
@@ -799,12 +717,20 @@ def test_closed_by_another_thread(kind, tmp_path, place):
 def test_counts_say_asleep_once(scene):
     """What sleeps counts as asleep, and nowhere else (I4)."""
     pool = scene.pool
-    awake, names = pool.stats(), repr(scene.t)
+    awake, names, pages = pool.stats(), repr(scene.t), [record.address for record in scene.t.pages()]
     given = pool.sleep(contents="host")
     stats = pool.stats()
     assert stats.nbytes_asleep == given == awake.pages_used * PAGE
     mapped = (stats.pages_active, stats.pages_prefetched, stats.pages_cached, stats.pages_pinned)
     assert (stats.pages_used, stats.pages_mapped, stats.nbytes_mapped, *mapped) == (0,) * 7
+    if pool._core.kernel_copies_on_write:
+        assert scene.view.eq(0).all()  # torch knows nothing of it, and reads the page of zeros
+    records = scene.t.pages()
+    assert [record.address for record in records] == pages
+    assert {(record.state, record.page_id) for record in records} == {("asleep", -1)}
+    assert stats.pages_private == pool.trim() == 0
+    leave_spare(pool, 4)
+    testing.check_invariants(pool)
     assert stats.pages_orphaned == 0 and set(stats.nbytes_by_tag.values()) == {0}
     assert scene.t.nbytes_mapped == scene.fork.nbytes_mapped == 0
     assert scene.cache.stats().nbytes_mapped == scene.arena.stats().nbytes_mapped == 0
