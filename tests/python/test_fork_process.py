@@ -129,35 +129,28 @@ assert memfds() == 1  # the default pool's
 """
 
 
-def run_fork(child: str, leave: str = "os._exit(0)", code: int = 0):
-    run_snippet(
-        PARENT
-        + child
-        + f"""
-if pid := os.fork():
-    assert (code := reap(pid)) == {code}, code
-else:
-    try:
-        child()
-    except BaseException:
-        import traceback
-        traceback.print_exc(); sys.stderr.flush()
-        os._exit(70)
-    {leave}
-"""
-        + END
-    ).check()
+def check(code: str, **options):
+    """Runs the code in the parent, which must be as it was then."""
+    return run_snippet(PARENT + code + END, **options).check()
+
+
+def run_fork(child: str):
+    check(child + "\nassert reap(fork(child)) == 0\n")
 
 
 def test_every_operation_in_the_child_names_the_remedy():
     run_fork(
         """
 def child():
+    core = pool._core
+    made = core.driver_calls()
     for again in range(2):  # nothing was half done
         for code in OPERATIONS:
             said = refusal(code)
             assert said.startswith("[") and "forked" in said and "clone() before" in said, (code, said)
     assert not t.closed and not pool.closed and not cache.closed and not arena.closed
+    forget_all()
+    assert core.driver_calls() == made
 """
     )
 
@@ -208,9 +201,8 @@ def child():
 )
 def test_a_view_faults_in_the_child_and_is_explained(touch, named):
     """Although the parent has explain_faults() off."""
-    done = run_snippet(
-        PARENT
-        + f"""
+    done = check(
+        f"""
 shared_view = shared[:]
 vtensor.explain_faults(False)
 os.dup2(os.open("/dev/null", os.O_RDWR), 1)
@@ -218,8 +210,7 @@ pid = fork(lambda: {touch})
 assert reap(pid) == -signal.SIGSEGV
 shared_view = None
 """
-        + END
-    ).check()
+    )
     report = done.err.split("vtensor: ")[1:]
     assert len(report) == 2 and "SIGSEGV" in report[0], done.err
     assert report[1].startswith("this process was forked") and "clone() before the fork" in report[1]
@@ -227,25 +218,21 @@ shared_view = None
 
 
 def test_the_report_leaves_a_parent_without_one_as_it_is():
-    run_snippet(
-        PARENT
-        + """
-import ctypes
+    check(
+        """
 vtensor.explain_faults(False); faulthandler.disable()
-handler = lambda: signal.getsignal(signal.SIGSEGV)
-before = [open("/proc/self/status").read().split("SigCgt:")[1].split()[0]]
+caught = lambda: open("/proc/self/status").read().split("SigCgt:")[1].split()[0]
+before = caught()
 assert reap(fork(lambda: None)) == 0
-assert open("/proc/self/status").read().split("SigCgt:")[1].split()[0] == before[0]
+assert caught() == before
 """
-        + END
-    ).check()
+    )
 
 
 def test_the_parent_pays_nothing():
     """No driver call, no page, no kernel mapping, no descriptor; and its pages are written in place."""
-    run_snippet(
-        PARENT
-        + """
+    check(
+        """
 def state():
     stats = dataclasses.asdict(pool.stats())
     [calls.pop("pagemap", None) for calls in stats["driver_calls"].values()]  # those of stats() itself
@@ -264,8 +251,7 @@ for pid, go in children:
     assert reap(pid) == 0
 assert state() == before
 """
-        + END
-    ).check()
+    )
 
 
 def test_the_child_keeps_none_of_the_parents_memory():
@@ -308,9 +294,8 @@ def child():
 
 def test_sleeping_contents_do_not_stay_with_a_child(tmp_path):
     """The file in a folder has no name: a child that has its descriptor would keep its bytes."""
-    run_snippet(
-        PARENT
-        + f"""
+    check(
+        f"""
 pool.sleep(contents={str(tmp_path)!r}, tag="tensors")
 def sizes():
     files = [file for n in os.listdir("/proc/self/fd") if os.path.exists(file := f"/proc/self/fd/{{n}}")]
@@ -324,14 +309,12 @@ pool.wake()
 go()
 assert reap(pid) == 0 and sizes() == []
 """
-        + END
-    ).check()
+    )
 
 
 def test_what_sleeps_in_the_parent_is_not_for_the_child_either():
-    run_snippet(
-        PARENT
-        + """
+    check(
+        """
 pool.sleep(contents="host")
 def child():
     for code in OPERATIONS + TORCH_OPERATIONS:
@@ -339,22 +322,6 @@ def child():
     forget_all()
 assert reap(fork(child)) == 0
 pool.wake()
-"""
-        + END
-    ).check()
-
-
-def test_the_child_makes_no_driver_call():
-    run_fork(
-        """
-def child():
-    core = pool._core
-    made = core.driver_calls()
-    for code in OPERATIONS:
-        refusal(code)
-    assert core.driver_calls() == made
-    forget_all()
-    assert core.driver_calls() == made
 """
     )
 
@@ -371,7 +338,15 @@ def child():
 )
 def test_the_child_leaves_normally(leave, code):
     """By finalizers too: deleters and exit handlers in the child touch nothing."""
-    run_fork("def child():\n    assert t.length == 9\n", leave=leave, code=code)
+    check(
+        f"""
+if pid := os.fork():
+    assert (code := reap(pid)) == {code}, code
+else:
+    assert t.length == 9
+    {leave}
+"""
+    )
 
 
 def test_the_child_falls_off_the_end():
@@ -442,9 +417,8 @@ for thread in threads: thread.join(20)
 def test_a_data_loader_with_forked_workers_beside_a_live_cache():
     """Its batches arrive while the cache and a tensor grow. A dataset over a VTensor is refused in a
     sentence, one over a clone works."""
-    run_snippet(
-        PARENT
-        + """
+    check(
+        """
 from torch.utils.data import DataLoader, TensorDataset, Dataset
 class Rows(Dataset):
     def __init__(self, rows): self.rows = rows
@@ -467,22 +441,8 @@ try:
     raise AssertionError("it was not refused")
 except vtensor.VTensorError as error:
     assert "clone() before the fork" in str(error)
-"""
-        + END,
+""",
         timeout=90,
-    ).check()
-
-
-def test_a_pool_of_the_childs_own_after_exec():
-    """A fresh interpreter started by the child has everything."""
-    run_fork(
-        """
-def child():
-    import subprocess
-    code = ("import vtensor; t = vtensor.zeros(3, 4, grow_dim=0, capacity=9); "
-            "assert not t.extend(2).any() and t.length == 5")
-    subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True, timeout=60)
-"""
     )
 
 

@@ -146,7 +146,6 @@ def test_the_codes_own_error_comes_through(host) -> None:
 
 # --- the pytest plugin
 
-CONFTEST = 'pytest_plugins = ["vtensor.testing.plugin"]\n'
 LEAKING = """
 import pytest, torch, vtensor
 kept = []
@@ -171,18 +170,17 @@ def test_skipped(t):
 """
 
 
+def run_with_plugin(folder: Path, tests: str) -> subprocess.CompletedProcess:
+    (folder / "conftest.py").write_text('pytest_plugins = ["vtensor.testing.plugin"]\n')
+    (folder / "test_it.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", str(folder)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
 @pytest.mark.slow
 def test_the_plugin_fails_a_test_that_leaks(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\nusefixtures = no_leaked_pages\n")
-    (tmp_path / "test_it.py").write_text(LEAKING)
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    result = run_with_plugin(tmp_path, LEAKING)
     out = result.stdout
     assert result.returncode == 1, out
     assert "ERROR test_it.py::test_leaks" in out and "[no_leaked_pages]" in out and "1 tensors" in out
@@ -193,19 +191,12 @@ def test_the_plugin_fails_a_test_that_leaks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_plugin_shows_why_a_fault_ended_the_run(tmp_path: Path) -> None:
     """Though pytest holds standard error back, and loses it with the process."""
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_it.py").write_text(
+    result = run_with_plugin(
+        tmp_path,
         "import vtensor\n"
         "def test_faults():\n"
         "    cache = vtensor.KVCache(1, 1, 8, 1, 1024)\n"
-        "    cache[0][0][cache.alloc(), :] = 1\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
+        "    cache[0][0][cache.alloc(), :] = 1\n",
     )
     assert result.returncode == -11
     assert "the slot has 0 tokens: call step() first" in result.stderr

@@ -58,7 +58,7 @@ write(cache, away, 0, range(500))
 cache.swap_out(away)
 cache.wait(away)
 more = torch.ones(50, 256)
-refused = []
+refused, texts = [], []
 
 def attempt(what, call):
     try:
@@ -67,6 +67,7 @@ def attempt(what, call):
         text = str(error)
         assert text.startswith("[") and ": " in text, text
         refused.append(what)
+        texts.append(text)
         return error
 
 def work():
@@ -112,6 +113,23 @@ def all_is_well():
 """
 
 
-@pytest.mark.parametrize("limit", ["no_threads", "no_addresses", "mappings_used_up", "no_descriptors"])
+LIMITS = {
+    "no_threads": "ulimit -u",
+    "no_addresses": "ulimit -v",
+    "mappings_used_up": "vm.max_map_count",
+    "no_descriptors": "ulimit -n",
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_is_reached(limit):
-    run_snippet(f"{SCENE}\nwith {limit}():\n    work()\nassert refused\nall_is_well()\n", timeout=60).check()
+    """And named."""
+    code = f"""
+descriptors = len(os.listdir("/proc/self/fd"))
+with {limit}():
+    work()
+assert any({LIMITS[limit]!r} in text for text in texts), texts
+assert len(os.listdir("/proc/self/fd")) == descriptors
+all_is_well()
+"""
+    run_snippet(SCENE + code, timeout=60).check()
