@@ -108,18 +108,6 @@ def test_the_default_budget_is_nine_tenths_of_the_free_memory():
 # -- the end of the process
 
 
-def end_of(code: str):
-    return run_snippet(
-        f"""
-        os.environ["SIMCUDA_REPORT_LEAKS"] = "1"
-        control = simcuda_control()
-        pool = open_pool("simcuda")
-        {code}
-        """,
-        finalize=True,
-    ).check()
-
-
 def test_the_smallest_page_is_the_devices():
     with device(granularity=8192):
         pool = testing.simulated_cuda_pool(simcuda_library(), page_size=16384)
@@ -128,11 +116,14 @@ def test_the_smallest_page_is_the_devices():
 
 
 def test_the_leak_report_sees_a_leak():
-    finished = end_of(
-        "import ctypes; r = ctypes.c_uint64(); "
-        "control.cuMemAddressReserve(ctypes.byref(r), ctypes.c_size_t(4096), ctypes.c_size_t(0), "
-        "ctypes.c_uint64(0), ctypes.c_uint64(0))"
-    )
+    finished = run_snippet(
+        """
+        os.environ["SIMCUDA_REPORT_LEAKS"] = "1"
+        pool, range = open_pool("simcuda"), ctypes.c_uint64()
+        simcuda_control().cuMemAddressReserve(ctypes.byref(range), *map(ctypes.c_size_t, (4096, 0, 0, 0)))
+        """,
+        finalize=True,
+    ).check()
     assert "leaked 0 handles, 0 mappings, 1 ranges" in finished.err
 
 

@@ -287,10 +287,6 @@ def test_pages_that_a_reader_shows_no_more_are_given_back(reading, way):
     assert simcuda_leaks().handles == before
 
 
-def test_the_device_says_how_its_pages_go(make_pool, way):
-    assert make_pool().stats().sharing == way
-
-
 def test_fabric_handles_that_are_not_permitted_are_not_used(make_pool):
     with device(handle_types=9, imex=0):
         assert make_pool().stats().sharing == "descriptors"
@@ -424,16 +420,6 @@ def test_an_answer_to_an_older_question_is_passed_over(asked_by_a_reader):
     for answered, text in ((number - 1, b"late"), (number, b"now")):
         ours.send(MESSAGE.pack(answered, 0, 0, 0, 0, b"", b"", text))
     assert str(syncing.ends()).endswith("no pages came from the writer: now")
-
-
-def test_readers_of_a_pool_that_has_ended_say_so(reading):
-    t, core = reading(10)
-    seen = shown(core, t)[:, :10].clone()
-    t.close()
-    t.pool.close()
-    with pytest.raises(vtensor.Closed, match="stays readable"):
-        core.sync()
-    assert torch.equal(seen, torch.empty(0).set_(core.storage(0), 0, seen.shape, (4096 * 64, 64, 1)))
 
 
 # -- refused calls
