@@ -2,6 +2,7 @@
 // that are reserved and not mapped are a read-only anonymous mapping, so a walk over a hole reads
 // zeros.
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -13,19 +14,23 @@
 #include <chrono>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <optional>
+#include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "base/align.h"
 #include "base/descriptor.h"
 #include "base/errors.h"
+#include "base/fault_report.h"
+#include "base/make_node.h"
 #include "base/process.h"
 #include "base/system_errors.h"
 #include "base/trace.h"
 #include "driver/driver.h"
 #include "driver/host_copies.h"
-#include "driver/host_fork.h"
 #include "driver/host_map_limit.h"
 
 #ifndef MADV_POPULATE_READ  // Linux 5.14
@@ -114,13 +119,22 @@ class Pagemap {
   const Descriptor file_;
 };
 
+class HostDriver;
+std::mutex registry_mutex;
+// All host drivers, for the handlers of fork(2). Never destroyed: a process may fork while it
+// exits.
+std::vector<HostDriver*>& registry() {
+  static std::vector<HostDriver*>& all = *new std::vector<HostDriver*>;
+  return all;
+}
+
 class HostDriver final : public Driver {
  public:
   explicit HostDriver(const HostOptions& options)
       : hole_protection_(options.strict_holes ? PROT_NONE : PROT_READ),
         page_protection_(options.memory < 0 ? PROT_READ | PROT_WRITE : PROT_READ),
-        limit_(options.limit != nullptr ? *options.limit : MapLimit::of_process()) {
-    state_.memfd = options.memory;  // its own from here on, also if what follows is refused
+        limit_(options.limit != nullptr ? *options.limit : MapLimit::of_process()),
+        memfd_(options.memory) {
     if (options.memory < 0) refuse_in_forked_child("host driver");
     const std::size_t granularity = granularity_of_kernel();
     page_size_ = checked_page_size(options.page_size, granularity);
@@ -140,10 +154,37 @@ class HostDriver final : public Driver {
 
   ~HostDriver() override {
     copies_.stop();
+    const std::lock_guard registered(registry_mutex);
+    std::erase(registry(), this);
     // The ranges that are left are those of a broken pool, and nothing reaches them.
-    if (!left_behind()) {
-      for (const auto& [range, left] : state_.reservations) munmap(pointer(left.base), left.bytes);
+    if (left_behind()) return;
+    for (const auto& [range, left] : reservations_) munmap(pointer(left.base), left.bytes);
+  }
+
+  // For the handlers of fork(2): no mapping and no range changes during a fork.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+  // Takes the memory from a forked child (I13). A shared mapping stays shared with the child, whose
+  // writes would reach the parent. So inaccessible memory comes over every reserved range, and the
+  // memfd is closed. The addresses stay taken: what the child allocates never lies where a view of
+  // the parent's memory points. System calls only, because a thread of the parent may hold any
+  // lock.
+  void take_away() {
+    if (memfd_.get() < 0) return;  // in a grandchild: it is done
+    for (const auto& [at, range] : reservations_) {
+      // One mapping instead of all that were there, which lets go of what the kernel copied for the
+      // parent too.
+      if (mmap(pointer(range.base), range.bytes, PROT_NONE, kHoleFlags | MAP_FIXED, -1, 0) !=
+          MAP_FAILED) {
+        continue;
+      }
+      constexpr std::string_view message =
+          "vtensor: cannot take the parent's tensors from this forked process; it ends here\n";
+      [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, message.data(), message.size());
+      _exit(70);
     }
+    memfd_ = Descriptor(-1);
+    faults::explain_in_child();
   }
 
   Address reserve(std::size_t pages, Backed) override {
@@ -155,8 +196,8 @@ class HostDriver final : public Driver {
     if (!asked || __builtin_add_overflow(*asked, surplus, &bytes)) throw too_large(pages);
 
     limit_.admit(1);
-    const std::lock_guard lock(state_.mutex);
-    std::map<Address, HostReservation> made{{0, {}}};  // allocated before the call
+    const std::lock_guard lock(mutex_);
+    auto node = make_node<decltype(reservations_)>();  // allocated before the call
     void* start = nullptr;
     const Refusal refusal = call(Call::mmap, 0, bytes, [&] {
       start = mmap(nullptr, bytes, hole_protection_, kHoleFlags, -1, 0);
@@ -172,18 +213,17 @@ class HostDriver final : public Driver {
     }
     const auto base = reinterpret_cast<Address>(start);
     const Address range = (base + surplus) & ~(page_size_ - 1);
-    auto node = made.extract(made.begin());
     node.key() = range;
     node.mapped() = {base, bytes};
-    state_.reservations.insert(std::move(node));
+    reservations_.insert(std::move(node));
     return range;
   }
 
   void free_range(Address range, std::size_t pages) override {
     if (left_behind()) return;
-    const std::lock_guard lock(state_.mutex);
-    const auto it = state_.reservations.find(range);
-    const HostReservation freed = it->second;
+    const std::lock_guard lock(mutex_);
+    const auto it = reservations_.find(range);
+    const Reserved freed = it->second;
     const Refusal refusal = insist([&] {
       return call(Call::munmap, freed.base, freed.bytes,
                   [&] { return munmap(pointer(freed.base), freed.bytes) == 0; });
@@ -192,7 +232,7 @@ class HostDriver final : public Driver {
       throw refused("host free_range", Call::munmap, refusal.error,
                     "freeing the addresses of " + count_of(pages), limit_.advice());
     }
-    state_.reservations.erase(it);
+    reservations_.erase(it);
   }
 
   Handle create(std::size_t n) override {
@@ -212,7 +252,7 @@ class HostDriver final : public Driver {
     if (left_behind()) return;
     const std::size_t bytes = n * page_size_;
     const Refusal refusal = call(Call::fallocate, 0, bytes, [&] {
-      return fallocate(state_.memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_of(first),
+      return fallocate(memfd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_of(first),
                        static_cast<off_t>(bytes)) == 0;
     });
     if (!refusal) return;
@@ -294,7 +334,7 @@ class HostDriver final : public Driver {
     refuse_if_left("host export_page");
     ExportedPage memory;
     const Refusal refusal = call(Call::open, 0, 0, [&] {
-      memory.descriptor = open(text("/proc/self/fd/", state_.memfd).c_str(), O_RDONLY | O_CLOEXEC);
+      memory.descriptor = open(text("/proc/self/fd/", memfd_.get()).c_str(), O_RDONLY | O_CLOEXEC);
       return memory.descriptor >= 0;
     });
     if (!refusal) return memory;
@@ -363,6 +403,11 @@ class HostDriver final : public Driver {
 
   static constexpr int kHoleFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
+  struct Reserved {
+    Address base;
+    std::size_t bytes;
+  };
+
   struct Refusal {
     int error = 0;
     bool injected = false;  // the call was not made
@@ -378,8 +423,8 @@ class HostDriver final : public Driver {
 
   void open_memfd() {
     int error = meter_.enter(Call::memfd_create) ? EMFILE : 0;
-    if (!error && (state_.memfd = memfd_create("vtensor", MFD_CLOEXEC | MFD_ALLOW_SEALING)) < 0)
-      error = errno;
+    if (!error) memfd_ = Descriptor(memfd_create("vtensor", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (!error && memfd_.get() < 0) error = errno;
     if (error) {
       throw refused(
           "host driver", Call::memfd_create, error, "the memfd that a pool needs",
@@ -397,11 +442,11 @@ class HostDriver final : public Driver {
                           page_size_,
                           " bytes was refused: raise the limit on file sizes (ulimit -f)");
       }
-      if (ftruncate(state_.memfd, static_cast<off_t>(handles_ * page_size_)) == 0) break;
+      if (ftruncate(memfd_.get(), static_cast<off_t>(handles_ * page_size_)) == 0) break;
     }
     // So that no reader's mapping ever lies past its end.
     if (traits_.exports == ExportKind::file)
-      fcntl(state_.memfd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
+      fcntl(memfd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
   }
 
   std::string count_of(std::size_t pages) const {
@@ -446,7 +491,7 @@ class HostDriver final : public Driver {
   Refusal write_some(Address at, const void* from, std::size_t bytes, off_t to, std::size_t& done) {
     ssize_t n = 0;
     const Refusal refusal = call(Call::pwrite, at, bytes, [&] {
-      n = pwrite(state_.memfd, from, bytes, to);
+      n = pwrite(memfd_.get(), from, bytes, to);
       if (n == 0) errno = ENOSPC;
       return n > 0 || errno == EINTR;
     });
@@ -478,7 +523,7 @@ class HostDriver final : public Driver {
 
   Refusal place_piece(Address at, std::size_t pages, Handle first, Access access) {
     const int flags = access == Access::copy_on_write ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
-    return place(Call::mmap, at, pages * page_size_, page_protection_, flags, state_.memfd,
+    return place(Call::mmap, at, pages * page_size_, page_protection_, flags, memfd_.get(),
                  offset_of(first));
   }
 
@@ -528,7 +573,10 @@ class HostDriver final : public Driver {
   std::size_t page_size_ = 0;
   std::uint64_t handles_ = 0;  // in the memfd
   std::atomic<Handle> next_handle_{0};
-  ForkedState state_;
+  // Held while a mapping or a range changes, and during a fork.
+  std::mutex mutex_;
+  std::map<Address, Reserved> reservations_;  // by the address of the range
+  Descriptor memfd_;                          // -1 in a forked child
   Pagemap pagemap_;
   // A refusal is no error: the faults of the copy make memory present too.
   HostCopies copies_{[this](std::byte* to, std::size_t bytes) {
@@ -538,10 +586,35 @@ class HostDriver final : public Driver {
   }};
 };
 
+void prepare() {
+  registry_mutex.lock();
+  for (HostDriver* driver : registry()) driver->lock();
+  MapLimit::of_process().lock();  // last, as drivers do
+}
+
+void resume() {
+  MapLimit::of_process().unlock();
+  for (HostDriver* driver : registry()) driver->unlock();
+  registry_mutex.unlock();
+}
+
+void resume_in_child() {
+  for (HostDriver* driver : registry()) driver->take_away();
+  resume();
+}
+
+const int refused_handlers = pthread_atfork(prepare, resume, resume_in_child);
+
 }  // namespace
 
 std::unique_ptr<Driver> make_host_driver(const HostOptions& options) {
-  return std::make_unique<HostDriver>(options);
+  auto driver = std::make_unique<HostDriver>(options);
+  if (refused_handlers != 0)
+    throw std::system_error(refused_handlers, std::generic_category(), "pthread_atfork");
+  watch_forks();
+  const std::lock_guard lock(registry_mutex);
+  registry().push_back(driver.get());
+  return driver;
 }
 
 }  // namespace vtensor
