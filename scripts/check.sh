@@ -39,7 +39,7 @@ check_cuda_abi() {
   for header in $headers/*/nvidia/*/include/cuda.h $VENV/lib/python3*/site-packages/nvidia/*/include/cuda.h \
     /usr/local/cuda/include/cuda.h; do
     [ -e "$header" ] || continue
-    "${CXX:-c++}" -std=c++20 -fsyntax-only -I csrc -isystem "$(dirname "$header")" tests/cuda_abi/equal.cpp || return
+    "${CXX:-c++}" -std=c++20 -fsyntax-only -I csrc -I tests -isystem "$(dirname "$header")" tests/cuda_abi/equal.cpp || return
     echo "equal to $header"
   done
 }

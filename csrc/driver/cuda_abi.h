@@ -1,5 +1,5 @@
-// The part of libcuda's binary interface that the CUDA driver and its tests use: numbers, layouts
-// and signatures, under the names of the CUDA driver API reference
+// The part of libcuda's binary interface that the CUDA driver uses: numbers, layouts and
+// signatures, under the names of the CUDA driver API reference
 // (https://docs.nvidia.com/cuda/cuda-driver-api). They hold for CUDA 12.4 to 13.x, on 64-bit Linux.
 //
 // With them the build needs nothing of CUDA. `make check` holds all of them equal to NVIDIA's own
@@ -16,7 +16,6 @@ struct CUstream_st;
 struct CUevent_st;
 struct CUgraph_st;
 struct CUgraphNode_st;
-struct CUgraphExec_st;
 struct CUuserObject_st;
 
 using CUdevice = int;
@@ -27,7 +26,6 @@ using CUstream = CUstream_st*;
 using CUevent = CUevent_st*;
 using CUgraph = CUgraph_st*;
 using CUgraphNode = CUgraphNode_st*;
-using CUgraphExec = CUgraphExec_st*;
 using CUuserObject = CUuserObject_st*;
 using CUhostFn = void (*)(void*);
 
@@ -70,20 +68,16 @@ enum CUdevice_attribute : unsigned {
 };
 
 enum CUmemAllocationType : unsigned {
-  CU_MEM_ALLOCATION_TYPE_INVALID = 0,
   CU_MEM_ALLOCATION_TYPE_PINNED = 1,
 };
 enum CUmemAllocationHandleType : unsigned {
-  CU_MEM_HANDLE_TYPE_NONE = 0,
   CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
   CU_MEM_HANDLE_TYPE_FABRIC = 8,
 };
 enum CUmemLocationType : unsigned {
-  CU_MEM_LOCATION_TYPE_INVALID = 0,
   CU_MEM_LOCATION_TYPE_DEVICE = 1,
 };
 enum CUmemAccess_flags : unsigned {
-  CU_MEM_ACCESS_FLAGS_PROT_NONE = 0,
   CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
   CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
 };
@@ -97,25 +91,15 @@ enum CUpointer_attribute : unsigned {
   CU_POINTER_ATTRIBUTE_MAPPED = 13,
 };
 
-enum CUdriverProcAddressQueryResult : unsigned {
-  CU_GET_PROC_ADDRESS_SUCCESS = 0,
-  CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND = 1,
-  CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT = 2,
-};
-
 enum CUstreamCaptureMode : unsigned {
-  CU_STREAM_CAPTURE_MODE_GLOBAL = 0,
-  CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
   CU_STREAM_CAPTURE_MODE_RELAXED = 2,
 };
 enum CUstreamCaptureStatus : unsigned {
   CU_STREAM_CAPTURE_STATUS_NONE = 0,
   CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
-  CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2,
 };
 
 // Flags, which the entry points take as plain numbers.
-inline constexpr unsigned CU_STREAM_DEFAULT = 0;
 inline constexpr unsigned CU_STREAM_NON_BLOCKING = 1;
 inline constexpr unsigned CU_EVENT_DISABLE_TIMING = 2;
 inline constexpr unsigned CU_EVENT_WAIT_DEFAULT = 0;
@@ -158,13 +142,9 @@ struct CUmemAccessDesc {
 
 using cuGetErrorName = CUresult(CUresult code, const char** name);
 using cuInit = CUresult(unsigned flags);
-using cuDriverGetVersion = CUresult(int* version);
-using cuGetProcAddress_v2 = CUresult(const char* symbol, void** function, int version,
-                                     std::uint64_t flags, CUdriverProcAddressQueryResult* status);
 
 using cuDeviceGetCount = CUresult(int* count);
 using cuDeviceGet = CUresult(CUdevice* device, int ordinal);
-using cuDeviceGetName = CUresult(char* name, int size, CUdevice device);
 using cuDeviceGetAttribute = CUresult(int* value, CUdevice_attribute attribute, CUdevice device);
 using cuDeviceGetUuid_v2 = CUresult(CUuuid* uuid, CUdevice device);
 using cuDevicePrimaryCtxRetain = CUresult(CUcontext* context, CUdevice device);
@@ -173,7 +153,6 @@ using cuCtxGetCurrent = CUresult(CUcontext* context);
 using cuCtxSetCurrent = CUresult(CUcontext context);
 using cuCtxGetDevice = CUresult(CUdevice* device);
 using cuCtxSynchronize = CUresult();
-using cuCtxGetStreamPriorityRange = CUresult(int* least, int* greatest);
 
 using cuMemGetInfo_v2 = CUresult(std::size_t* free, std::size_t* total);
 using cuMemGetAllocationGranularity = CUresult(std::size_t* granularity,
@@ -190,20 +169,15 @@ using cuMemMap = CUresult(CUdeviceptr at, std::size_t size, std::size_t offset,
 using cuMemUnmap = CUresult(CUdeviceptr at, std::size_t size);
 using cuMemSetAccess = CUresult(CUdeviceptr at, std::size_t size, const CUmemAccessDesc* wanted,
                                 std::size_t count);
-using cuMemGetAccess = CUresult(unsigned long long* access, const CUmemLocation* location,
-                                CUdeviceptr at);
 using cuMemExportToShareableHandle = CUresult(void* shareable, CUmemGenericAllocationHandle handle,
                                               CUmemAllocationHandleType type,
                                               unsigned long long flags);
 // `shareable`: a descriptor as a pointer, or a pointer to a CUmemFabricHandle.
 using cuMemImportFromShareableHandle = CUresult(CUmemGenericAllocationHandle* handle,
                                                 void* shareable, CUmemAllocationHandleType type);
-using cuMemRetainAllocationHandle = CUresult(CUmemGenericAllocationHandle* handle, void* at);
 using cuPointerGetAttribute = CUresult(void* value, CUpointer_attribute attribute, CUdeviceptr at);
-using cuMemsetD8_v2 = CUresult(CUdeviceptr at, unsigned char value, std::size_t size);
 using cuMemsetD8Async = CUresult(CUdeviceptr at, unsigned char value, std::size_t size,
                                  CUstream stream);
-using cuMemcpyDtoD_v2 = CUresult(CUdeviceptr to, CUdeviceptr from, std::size_t size);
 using cuMemcpyDtoDAsync_v2 = CUresult(CUdeviceptr to, CUdeviceptr from, std::size_t size,
                                       CUstream stream);
 using cuMemcpyDtoHAsync_v2 = CUresult(void* to, CUdeviceptr from, std::size_t size,
@@ -212,17 +186,14 @@ using cuMemcpyHtoDAsync_v2 = CUresult(CUdeviceptr to, const void* from, std::siz
                                       CUstream stream);
 
 using cuStreamCreate = CUresult(CUstream* stream, unsigned flags);
-using cuStreamCreateWithPriority = CUresult(CUstream* stream, unsigned flags, int priority);
 using cuStreamDestroy_v2 = CUresult(CUstream stream);
 using cuStreamQuery = CUresult(CUstream stream);
 using cuStreamGetCtx = CUresult(CUstream stream, CUcontext* context);
-using cuStreamSynchronize = CUresult(CUstream stream);
 using cuStreamWaitEvent = CUresult(CUstream stream, CUevent event, unsigned flags);
 using cuEventCreate = CUresult(CUevent* event, unsigned flags);
 using cuEventDestroy_v2 = CUresult(CUevent event);
 using cuEventRecord = CUresult(CUevent event, CUstream stream);
 using cuEventQuery = CUresult(CUevent event);
-using cuEventSynchronize = CUresult(CUevent event);
 
 using cuThreadExchangeStreamCaptureMode = CUresult(CUstreamCaptureMode* mode);
 using cuStreamIsCapturing = CUresult(CUstream stream, CUstreamCaptureStatus* status);
@@ -230,17 +201,10 @@ using cuStreamGetCaptureInfo_v2 = CUresult(CUstream stream, CUstreamCaptureStatu
                                            std::uint64_t* id, CUgraph* graph,
                                            const CUgraphNode** dependencies,
                                            std::size_t* dependency_count);
-using cuStreamBeginCapture_v2 = CUresult(CUstream stream, CUstreamCaptureMode mode);
-using cuStreamEndCapture = CUresult(CUstream stream, CUgraph* graph);
 using cuUserObjectCreate = CUresult(CUuserObject* object, void* pointer, CUhostFn destructor,
                                     unsigned references, unsigned flags);
 using cuUserObjectRelease = CUresult(CUuserObject object, unsigned references);
 using cuGraphRetainUserObject = CUresult(CUgraph graph, CUuserObject object, unsigned references,
                                          unsigned flags);
-using cuGraphDestroy = CUresult(CUgraph graph);
-using cuGraphInstantiateWithFlags = CUresult(CUgraphExec* executable, CUgraph graph,
-                                             unsigned long long flags);
-using cuGraphExecDestroy = CUresult(CUgraphExec executable);
-using cuGraphLaunch = CUresult(CUgraphExec executable, CUstream stream);
 
 }  // namespace vtensor::cuda

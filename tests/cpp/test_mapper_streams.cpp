@@ -16,7 +16,7 @@
 
 #include "arena/arena.h"
 #include "base/errors.h"
-#include "driver/cuda_abi.h"
+#include "simcuda/cuda_abi.h"
 #include "driver/driver.h"
 #include "owner.h"
 #include "policy/make_room.h"

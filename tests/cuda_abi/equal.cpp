@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "driver/cuda_abi.h"
+#include "simcuda/cuda_abi.h"
 
 namespace {
 

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "simcuda/cuda_abi.h"
 #include "simcuda/simcuda.h"
 
 inline std::string simcuda_library() {

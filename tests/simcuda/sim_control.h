@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "driver/cuda_abi.h"
+#include "cuda_abi.h"
 
 namespace simcuda {
 

@@ -8,7 +8,7 @@
 #include <map>
 #include <vector>
 
-#include "driver/cuda_abi.h"
+#include "cuda_abi.h"
 
 namespace simcuda {
 
