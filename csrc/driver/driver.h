@@ -4,7 +4,8 @@
 // A refused call is a DriverError. Every operation but `map` is whole or nothing. Unless stated
 // otherwise, operations may be called from any thread, but not two at a time on overlapping
 // addresses, and wait for nothing on the device. No operation calls Python. In a forked child (I13)
-// unmap, free_range and destroy, which destructors use, do nothing, and all others throw.
+// unmap, free_range and destroy, which destructors use, do nothing, and all others that would make
+// a driver call throw.
 #pragma once
 
 #include <array>

@@ -6,8 +6,8 @@
 #include <filesystem>
 
 #include "base/process.h"
-#include "driver/host_memory.h"
 #include "driver/host_map_limit.h"
+#include "driver/host_memory.h"
 #include "host_fixture.h"
 #include "qemu.h"
 
