@@ -68,16 +68,20 @@ enum CUdevice_attribute : unsigned {
 };
 
 enum CUmemAllocationType : unsigned {
+  CU_MEM_ALLOCATION_TYPE_INVALID = 0,
   CU_MEM_ALLOCATION_TYPE_PINNED = 1,
 };
 enum CUmemAllocationHandleType : unsigned {
+  CU_MEM_HANDLE_TYPE_NONE = 0,
   CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
   CU_MEM_HANDLE_TYPE_FABRIC = 8,
 };
 enum CUmemLocationType : unsigned {
+  CU_MEM_LOCATION_TYPE_INVALID = 0,
   CU_MEM_LOCATION_TYPE_DEVICE = 1,
 };
 enum CUmemAccess_flags : unsigned {
+  CU_MEM_ACCESS_FLAGS_PROT_NONE = 0,
   CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
   CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
 };

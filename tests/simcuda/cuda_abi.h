@@ -9,10 +9,6 @@ namespace vtensor::cuda {
 struct CUgraphExec_st;
 using CUgraphExec = CUgraphExec_st*;
 
-inline constexpr CUmemAccess_flags CU_MEM_ACCESS_FLAGS_PROT_NONE{0};
-inline constexpr CUmemAllocationType CU_MEM_ALLOCATION_TYPE_INVALID{0};
-inline constexpr CUmemAllocationHandleType CU_MEM_HANDLE_TYPE_NONE{0};
-inline constexpr CUmemLocationType CU_MEM_LOCATION_TYPE_INVALID{0};
 inline constexpr CUstreamCaptureMode CU_STREAM_CAPTURE_MODE_GLOBAL{0};
 inline constexpr CUstreamCaptureMode CU_STREAM_CAPTURE_MODE_THREAD_LOCAL{1};
 inline constexpr CUstreamCaptureStatus CU_STREAM_CAPTURE_STATUS_INVALIDATED{2};
