@@ -16,12 +16,12 @@
 
 #include "arena/arena.h"
 #include "base/errors.h"
-#include "simcuda/cuda_abi.h"
 #include "driver/driver.h"
 #include "owner.h"
 #include "policy/make_room.h"
 #include "policy/page_pool.h"
 #include "simcuda/client.h"
+#include "simcuda/cuda_abi.h"
 #include "tensor/buffer.h"
 #include "vmm/pending_work.h"
 
