@@ -1,33 +1,36 @@
 #include "kv/free_slots.h"
 
 #include <algorithm>
-#include <numeric>
-#include <utility>
+#include <limits>
 
 #include "base/errors.h"
 
 namespace vtensor {
 
-FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers), free_(buffers.shape().slots) {
-  std::iota(free_.begin(), free_.end(), std::size_t{0});
+FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers), listed_as_(buffers.shape().slots) {
+  settling_.reserve(listed_as_.size());
+  for (std::size_t slot = 0; slot < listed_as_.size(); ++slot) list(slot, 0);
 }
+
+std::size_t FreeSlots::count() const { return ready_.size() + settling_.size(); }
 
 void FreeSlots::require(const Caller& caller, std::size_t n) const {
   if (has(n)) return;
-  throw NoFreeSlot("[", caller.operation, "] need ", n, " free slots, ", free_.size(), " of ",
-                   buffers_.shape().slots,
+  throw NoFreeSlot("[", caller.operation, "] need ", n, " free slots, ", count(), " of ",
+                   listed_as_.size(),
                    " are: free(slot) one, or make the cache with a larger max_batch");
 }
 
-std::optional<FreeSlots::Fit> FreeSlots::fit(std::size_t slot) const {
-  Fit fit;
+FreeSlots::Fit FreeSlots::fit(std::size_t slot) const {
+  constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
+  Fit fit{true, kAll, kAll};
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     const Buffer* buffer = buffers_.of(slot)[group].get();
     if (buffer == nullptr || buffer->vacant()) {
       fit.cached = 0;
       continue;
     }
-    if (!buffer->reusable()) return std::nullopt;
+    if (!buffer->reusable()) return {};
     const Interval cached = buffer->cached();
     fit.before = std::min(fit.before, cached.begin);
     const std::size_t end = cached.begin == 0 ? cached.end * buffers_.pool()->page_size() : 0;
@@ -36,24 +39,76 @@ std::optional<FreeSlots::Fit> FreeSlots::fit(std::size_t slot) const {
   return fit;
 }
 
-// The slot that costs least, and of several the first.
-FreeSlots::Choice FreeSlots::cheapest(const Cost& cost) const {
-  Choice best;
-  std::size_t least = kAll;
-  for (const std::size_t slot : free_) {
-    const std::optional<Fit> seen = fit(slot);
-    const Choice costs = seen ? cost(*seen) : std::nullopt;
-    if (!costs || (best && std::pair(*costs, slot) > std::pair(least, *best))) continue;
-    best = slot;
-    least = *costs;
+void FreeSlots::list(std::size_t slot, std::size_t cached) {
+  ready_.insert({cached, slot});
+  listed_as_[slot] = cached;
+}
+
+// Moves slots from settling_ to ready_ whose pages have left or are cached. Stops at 8 slots that
+// cannot move, so an alloc takes the same time however many slots there are.
+void FreeSlots::admit_settled() {
+  std::size_t looks = 8;
+  while (!settling_.empty() && looks != 0) {
+    std::size_t& at = settling_[next_probe_ % settling_.size()];
+    const Fit seen = fit(at);
+    if (!seen.ready) {
+      ++next_probe_;
+      --looks;
+      continue;
+    }
+    list(at, seen.cached);
+    at = settling_.back();
+    settling_.pop_back();
   }
-  return best;
+}
+
+// Whether a ready slot still has the cached pages that it is listed under; lists it anew if not.
+bool FreeSlots::confirm(Ready::iterator listed, Fit& seen) {
+  const auto [cached, slot] = *listed;
+  seen = fit(slot);
+  if (seen.ready && seen.cached == cached) return true;
+  ready_.erase(listed);
+  if (seen.ready) {
+    list(slot, seen.cached);
+  } else {
+    add(slot);
+  }
+  return false;
+}
+
+// The slot with the fewest cached positions that suffice, or else with the most.
+FreeSlots::Choice FreeSlots::choose(std::size_t expected) {
+  admit_settled();
+  while (!ready_.empty()) {
+    auto found = expected == 0 ? ready_.end() : ready_.lower_bound({expected, 0});
+    if (found == ready_.end()) found = ready_.lower_bound({ready_.rbegin()->first, 0});
+    Fit seen;
+    if (confirm(found, seen)) return found->second;
+  }
+  return std::nullopt;
+}
+
+// A slot with nothing mapped below `pages`. In the order of ready_, every slot after the first with
+// cached positions has page 0 mapped too.
+FreeSlots::Choice FreeSlots::choose_empty(std::size_t pages) {
+  admit_settled();
+  for (auto listed = ready_.begin(); listed != ready_.end();) {
+    Fit seen;
+    if (!confirm(listed, seen)) {
+      listed = ready_.begin();
+      continue;
+    }
+    if (seen.before >= pages) return listed->second;
+    if (seen.cached != 0) break;
+    ++listed;
+  }
+  return std::nullopt;
 }
 
 // Whether pages of some free slot are on their way out, as far as the driver lets them go.
 bool FreeSlots::leaving() const {
-  return std::any_of(free_.begin(), free_.end(), [this](std::size_t slot) VT_LOCKED {
-    return !fit(slot) && refusal(slot) == nullptr;
+  return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t slot) VT_LOCKED {
+    return !fit(slot).ready && refusal(slot) == nullptr;
   });
 }
 
@@ -65,18 +120,22 @@ std::exception_ptr FreeSlots::refusal(std::size_t slot) const {
   return nullptr;
 }
 
-// Has the slot with the fewest cached positions give its pages back. False if none has any.
+// Has the slot with the fewest cached positions give them back. False if none has any.
 bool FreeSlots::evict_one() {
-  const Choice slot = cheapest(
-      [](const Fit& fit) { return fit.before == kAll ? std::nullopt : Choice(fit.cached); });
-  if (!slot) return false;
-  for (const std::shared_ptr<Buffer>& buffer : buffers_.of(*slot)) {
-    if (buffer && !buffer->cached().empty()) buffer->evict();
+  for (const auto& [cached, slot] : ready_) {
+    bool evicted = false;
+    for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) {
+      if (!buffer || buffer->cached().empty()) continue;
+      buffer->evict();
+      evicted = true;
+    }
+    if (evicted) return true;
   }
-  return true;
+  return false;
 }
 
-std::size_t FreeSlots::take(const Caller& caller, const Cost& cost) {
+// The slot that `choose` names, with the pool's lock held.
+std::size_t FreeSlots::take(const Caller& caller, const std::function<Choice()>& choose) {
   require(caller, 1);
   const std::shared_ptr<PagePool>& pool = buffers_.pool();
   for (;;) {
@@ -84,41 +143,37 @@ std::size_t FreeSlots::take(const Caller& caller, const Cost& cost) {
     {
       PoolLock lock(pool);
       pool->reap();
-      const auto choose = [&]() VT_LOCKED {
-        do {
-          slot = cheapest(cost);
-        } while (!slot && !leaving() && evict_one());
-        return slot.has_value();
-      };
-      if (!choose()) {
+      slot = choose();
+      if (!slot) {
         pool->await(lock, caller.operation, "the work that used the pages of a freed slot",
                     [&]() VT_LOCKED {
                       static_cast<void>(pool->settle_all(lock));
-                      if (choose() || leaving()) return slot.has_value();
-                      for (const std::size_t stays : free_) {
+                      slot = choose();
+                      if (slot || leaving()) return slot.has_value();
+                      for (const std::size_t stays : settling_) {
                         if (refusal(stays)) std::rethrow_exception(refusal(stays));
                       }
                       return false;
                     });
       }
     }
-    // The pool takes cached pages back without asking, so the slot may be another by now.
-    if (!buffers_.place(caller, *slot)) continue;
-    std::erase(free_, *slot);
+    if (!slot || !buffers_.place(caller, *slot)) continue;
+    ready_.erase({listed_as_[*slot], *slot});
     return *slot;
   }
 }
 
 std::size_t FreeSlots::take(const Caller& caller, std::size_t expected) {
-  const std::size_t enough = expected == 0 ? kAll : expected;
-  return take(caller, [enough](const Fit& fit) -> Choice {
-    return fit.cached >= enough ? fit.cached - enough : kAll - fit.cached;
-  });
+  return take(caller, [&]() VT_LOCKED { return choose(expected); });
 }
 
-std::size_t FreeSlots::take_empty(const Caller& caller, std::size_t pages) {
-  return take(caller, [pages](const Fit& fit) {
-    return fit.before >= pages ? Choice(fit.cached) : std::nullopt;
+std::size_t FreeSlots::take_empty(const Caller& caller, std::span<const std::size_t> pages) {
+  const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
+  return take(caller, [&]() VT_LOCKED -> Choice {
+    for (;;) {
+      const Choice slot = choose_empty(most);
+      if (slot || leaving() || !evict_one()) return slot;
+    }
   });
 }
 

@@ -1,12 +1,17 @@
 // The free slots of a cache, and which of them a new request gets: one whose cached pages fit, or
 // one with nothing mapped where shared pages are to go.
+//
+// The pool takes cached pages back without asking the cache, so a slot that is listed is confirmed
+// when it is chosen.
 #pragma once
 
 #include <cstddef>
 #include <exception>
 #include <functional>
-#include <limits>
 #include <optional>
+#include <set>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "kv/slot_buffers.h"
@@ -20,7 +25,7 @@ class FreeSlots {
   explicit FreeSlots(SlotBuffers& buffers);
 
   // Whether `n` slots are free, counting slots whose pages are still leaving.
-  bool has(std::size_t n) const { return n <= free_.size(); }
+  bool has(std::size_t n) const { return n <= ready_.size() || n <= count(); }
   // Throws NoFreeSlot.
   void require(const Caller& caller, std::size_t n) const;
 
@@ -28,33 +33,40 @@ class FreeSlots {
   // positions best, or if that is 0 the one with most. Waits for one while all that are free are on
   // their way out. Throws NoFreeSlot, TimedOut.
   std::size_t take(const Caller& caller, std::size_t expected);
-  // A slot with its buffers placed and nothing mapped below `pages` of each row group; of these the
-  // one with the fewest cached positions. Throws as `take`.
-  std::size_t take_empty(const Caller& caller, std::size_t pages);
+  // A slot with its buffers placed and nothing mapped below `pages` of each row group. Throws as
+  // `take`.
+  std::size_t take_empty(const Caller& caller, std::span<const std::size_t> pages);
   // A slot whose buffers were abandoned.
-  void add(std::size_t slot) noexcept { free_.push_back(slot); }
+  void add(std::size_t slot) noexcept { settling_.push_back(slot); }
 
  private:
-  static constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
-
-  // What a free slot has mapped if every row group is vacant or reusable.
+  // What a free slot has mapped.
   struct Fit {
-    std::size_t cached = kAll;  // positions whose pages are cached, from position 0 on
-    std::size_t before = kAll;  // page indices before the first cached page, in every row group
+    bool ready = false;      // every row group is vacant or reusable
+    std::size_t cached = 0;  // positions whose pages are cached, from position 0 on
+    std::size_t before = 0;  // page indices before the first cached page, in every row group
   };
+  using Ready = std::set<std::pair<std::size_t, std::size_t>>;
   using Choice = std::optional<std::size_t>;
-  // What it costs to take a slot; nothing if it cannot be taken.
-  using Cost = std::function<std::optional<std::size_t>(const Fit&)>;
 
-  std::optional<Fit> fit(std::size_t slot) const VT_LOCKED;
-  Choice cheapest(const Cost& cost) const VT_LOCKED;
+  std::size_t count() const;
+  Fit fit(std::size_t slot) const VT_LOCKED;
+  void list(std::size_t slot, std::size_t cached);
+  void admit_settled() VT_LOCKED;
+  bool confirm(Ready::iterator listed, Fit& seen) VT_LOCKED;
+  Choice choose(std::size_t expected) VT_LOCKED;
+  Choice choose_empty(std::size_t pages) VT_LOCKED;
   bool leaving() const VT_LOCKED;
   std::exception_ptr refusal(std::size_t slot) const VT_LOCKED;
   bool evict_one() VT_LOCKED;
-  std::size_t take(const Caller& caller, const Cost& cost);
+  std::size_t take(const Caller& caller, const std::function<Choice()>& choose);
 
   SlotBuffers& buffers_;
-  std::vector<std::size_t> free_;
+  // Slots that can be taken, as (cached positions, slot). The positions may be out of date.
+  Ready ready_;
+  std::vector<std::size_t> listed_as_;  // for each slot in ready_: the positions it is listed under
+  std::vector<std::size_t> settling_;   // free slots whose pages are still leaving
+  std::size_t next_probe_ = 0;          // round-robin position in settling_
 };
 
 }  // namespace vtensor
