@@ -502,7 +502,13 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
   });
   positions_ = {0, kept + n};
   stale_until_ = stale;
-  publish(self);
+  try {
+    publish(self);
+  } catch (...) {
+    positions_.end = kept;
+    retract(caller);
+    throw;
+  }
 }
 
 void TensorCore::unshare(nb::handle self, nb::handle given_start, nb::handle given_stop) {
