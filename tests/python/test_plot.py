@@ -211,13 +211,18 @@ def line_of(axes, name):
 def test_a_pool_over_time(pool_factory, tmp_path):
     pool = pool_factory("host", pages=64, cache=64 * 4096, prefetch=8 * 4096)
     with vtensor.plot.memory(pool) as sampling:
+
+        def sample() -> None:
+            so_far = len(sampling._samples)
+            eventually(lambda: len(sampling._samples) > so_far + 1)
+
         t = filled(pool, 40)
-        eventually(lambda: len(sampling._samples) > 3)
+        sample()
         u = filled(pool, 8)
         u.close()
-        eventually(lambda: len(sampling._samples) > 6)
+        sample()
         pool.sleep(contents="host")
-        eventually(lambda: len(sampling._samples) > 9)
+        sample()
         pool.wake()
     axes = sampling.axes
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
