@@ -24,7 +24,7 @@ slow_tests() {
 }
 # The general suites again with the default options: look-ahead and reuse.
 default_pools() {
-  local general=(tests/python/test_{tensor,capacity,sharing,torch_safety,kv_cache,kv_swaps,cache_layers,threads,regressions}.py)
+  local general=(tests/python/test_{tensor,sharing,torch_safety,kv_cache,kv_swaps,cache_layers,threads,regressions}.py)
   VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_POOLS=default pytest -q -n 2 --dist worksteal "${general[@]}"
 }
 
