@@ -144,9 +144,9 @@ class PageStore {
   // True if it released the lock.
   bool make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED;
   // Gives back the memory of the `n` oldest releasable pages, or of all of them, neighbours in one
-  // call, and lets the lock go meanwhile.
+  // call. On a device, where that may take long, it lets the lock go meanwhile.
   void release(PoolLock& lock, std::size_t n) VT_LOCKED {
-    empty_oldest(&lock, std::min(n, releasable()));
+    empty_oldest(driver_.traits().adjacent_handles ? nullptr : &lock, std::min(n, releasable()));
   }
   // Gives back one spare page beyond the pool's limit. Returns when to call again.
   std::chrono::steady_clock::time_point release_excess(PoolLock& lock) VT_LOCKED;
