@@ -43,7 +43,7 @@ void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std:
 
 // Puts the writable runs first.
 void sort(std::vector<SleepRun>& runs) {
-  std::stable_partition(runs.begin(), runs.end(), [](const SleepRun& run) { return run.writable; });
+  std::partition(runs.begin(), runs.end(), [](const SleepRun& run) { return run.writable; });
 }
 
 // Maps sorted runs; adds to `done` the pages that are mapped then, from the first on.
