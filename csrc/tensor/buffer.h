@@ -227,7 +227,8 @@ class Buffer final : public Client {
   void add_page_sets(PageSets& to, std::span<const Interval> indices) const VT_LOCKED;
   std::vector<Reservation::Run> offered_in(Interval indices) const VT_LOCKED;
   void protect_origins(const Caller& caller, PageSetSpan page_sets) const;
-  void map_expected(PoolLock& lock, const Caller& caller) VT_LOCKED;
+  void map_shared(PoolLock& lock, const Caller& caller, Interval indices,
+                  std::span<Page* const> pages) VT_LOCKED;
   // The arrival that maps the expected pages.
   Reservation::Arrival find_expected() const VT_LOCKED;
   // The expected pages are mapped: they become the owner's.

@@ -228,31 +228,33 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
                  return range_.count_mapped(indices) == 0;
                });
   range_.reserve(indices);
-  expected_ = std::make_unique<const PageSet>(pool_, indices, std::move(pages));
-  expected_positions_ = positions;
-  if (deferred) return;
-  try {
-    map_expected(lock, caller);
-  } catch (...) {
-    expected_.reset();
-    throw;
+  if (deferred) {
+    expected_ = std::make_unique<const PageSet>(pool_, indices, std::move(pages));
+    expected_positions_ = positions;
+    return;
   }
+  // The page sets keep the pages meanwhile: references for a set of its own would double the cost.
+  const Busy busy(*this, lock, caller);
+  map_shared(lock, caller, indices, pages);
+  assign(positions, indices);
+  range_.event(trace::What::fork, extent_);
 }
 
 void Buffer::accept_expected(const Caller& caller) {
   PoolLock lock(pool_);
   pool_->reap();
-  map_expected(lock, caller);
-}
-
-void Buffer::map_expected(PoolLock& lock, const Caller& caller) {
   const Busy busy(*this, lock, caller);
   if (expected_ == nullptr) return;  // the mapper has mapped them
+  map_shared(lock, caller, expected_->indices(), expected_->all());
+  enter_expected();
+}
+
+void Buffer::map_shared(PoolLock& lock, const Caller& caller, Interval indices,
+                        std::span<Page* const> pages) {
   require_no_capture(caller);
   work_.note(caller);
-  Reservation::Arrival arrival = find_expected();
+  Reservation::Arrival arrival = range_.shared(indices, pages);
   range_.map(lock, arrival, caller.stream, false);
-  enter_expected();
 }
 
 // All expected pages at once: the owner has a whole prefix, or none of it.
