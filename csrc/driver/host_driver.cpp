@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -32,6 +31,7 @@
 #include "driver/driver.h"
 #include "driver/host_copies.h"
 #include "driver/host_map_limit.h"
+#include "driver/pagemap.h"
 
 #ifndef MADV_POPULATE_READ  // Linux 5.14
 #define MADV_POPULATE_READ 22
@@ -82,42 +82,6 @@ std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
                         " bytes was asked for, the host takes powers of two from ", granularity,
                         ": choose one of these, or leave it to the driver");
 }
-
-// Which pages of this process the kernel has copied at a write (Linux,
-// Documentation/admin-guide/mm/pagemap.rst).
-class Pagemap {
- public:
-  // Kept open: opening it takes as long as reading 300 entries. If that is refused, every read is
-  // too.
-  Pagemap() : file_(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)) {}
-
-  // Marks those of the pages of `page_size` from `at` on that have memory of no file: a write to a
-  // private mapping copied it. False if the kernel does not say.
-  bool find_private(Address at, std::size_t page_size, std::span<std::uint8_t> found) const {
-    const std::size_t kernel_page = granularity_of_kernel();
-    const std::size_t entries_a_page = page_size / kernel_page;
-    const std::size_t total = found.size() * entries_a_page;
-    std::array<std::uint64_t, 4096> entries;  // of one kernel page each
-    for (std::size_t done = 0; done < total;) {
-      const std::size_t wanted = std::min(total - done, entries.size()) * sizeof(entries[0]);
-      const ssize_t bytes =
-          pread(file_.get(), entries.data(), wanted,
-                static_cast<off_t>((at / kernel_page + done) * sizeof(entries[0])));
-      if (bytes <= 0) return false;
-      for (std::size_t i = 0; i < static_cast<std::size_t>(bytes) / sizeof(entries[0]); ++i, ++done)
-        if ((entries[i] & (kPresent | kSwapped)) && !(entries[i] & kOfFile))
-          found[done / entries_a_page] = 1;
-    }
-    return true;
-  }
-
- private:
-  static constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61;
-  static constexpr std::uint64_t kSwapped = std::uint64_t{1} << 62;
-  static constexpr std::uint64_t kPresent = std::uint64_t{1} << 63;
-
-  const Descriptor file_;
-};
 
 class HostDriver;
 std::mutex registry_mutex;

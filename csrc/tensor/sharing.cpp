@@ -211,12 +211,16 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
   if (page_sets.empty()) return;
   protect_origins(caller, page_sets);
   const Interval indices{page_sets.front()->indices().begin, page_sets.back()->indices().end};
-  std::vector<Page*> pages;
-  for (std::size_t row = 0; row < range_.rows(); ++row) {
-    for (const std::shared_ptr<PageSet>& page_set : page_sets) {
-      const std::span<Page* const> some = page_set->row(row);
-      pages.insert(pages.end(), some.begin(), some.end());
+  std::span<Page* const> pages = page_sets.front()->all();
+  std::vector<Page*> of_several;
+  if (page_sets.size() != 1) {
+    for (std::size_t row = 0; row < range_.rows(); ++row) {
+      for (const std::shared_ptr<PageSet>& page_set : page_sets) {
+        const std::span<Page* const> some = page_set->row(row);
+        of_several.insert(of_several.end(), some.begin(), some.end());
+      }
     }
+    pages = of_several;
   }
   PoolLock lock(pool_);
   pool_->reap();
@@ -229,7 +233,8 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
                });
   range_.reserve(indices);
   if (deferred) {
-    expected_ = std::make_unique<const PageSet>(pool_, indices, std::move(pages));
+    expected_ = std::make_unique<const PageSet>(pool_, indices,
+                                                std::vector<Page*>(pages.begin(), pages.end()));
     expected_positions_ = positions;
     return;
   }

@@ -2,11 +2,13 @@
 // back.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/utsname.h>
 
 #include <cstdio>
 #include <random>
 #include <thread>
 
+#include "driver/pagemap.h"
 #include "host_fixture.h"
 #include "qemu.h"
 
@@ -196,12 +198,13 @@ TEST_CASE_FIXTURE(HostFixture, "private copies are found in spans longer than on
   CHECK(std::count(private_copies.begin(), private_copies.end(), Driver::kMaybeCopied) == kPages);
 }
 
-TEST_CASE_FIXTURE(HostFixture, "the pages that were written to are found") {
+TEST_CASE_FIXTURE(HostFixture, "both ways to ask the kernel find the pages that were written to") {
   constexpr std::size_t kPages = 1000;
   const Address range = driver->reserve(kPages);
   map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::copy_on_write);
   std::mt19937 random(0);
   std::vector<std::uint8_t> written(kPages, 0);
+  Pagemap scanning, reading(/*may_scan=*/false);
   for (int round = 0; round < 40; ++round) {
     // From nothing over more pieces than one call returns to everything; some are only read.
     for (std::size_t i = 0; i < kPages; ++i) {
@@ -216,10 +219,17 @@ TEST_CASE_FIXTURE(HostFixture, "the pages that were written to are found") {
     const std::vector<std::uint8_t> wanted(
         written.begin() + static_cast<std::ptrdiff_t>(first),
         written.begin() + static_cast<std::ptrdiff_t>(first + n));
-    std::vector<std::uint8_t> found(n, 0);
-    driver->find_private_copies(range + first * kPage, found);
-    CHECK(found == wanted);
+    for (Pagemap* pagemap : {&scanning, &reading}) {
+      std::vector<std::uint8_t> found(n, 0);
+      CHECK(pagemap->find_private(range + first * kPage, kPage, found));
+      CHECK(found == wanted);
+    }
   }
+  utsname kernel;
+  REQUIRE(uname(&kernel) == 0);
+  int major = 0, minor = 0;
+  REQUIRE(std::sscanf(kernel.release, "%d.%d", &major, &minor) == 2);
+  if (major > 6 || (major == 6 && minor >= 7)) CHECK(scanning.scans());
 }
 
 TEST_CASE_FIXTURE(HostFixture,
