@@ -361,6 +361,14 @@ class ObjectReader(Closes):
         self._tensors.clear()
         ReaderCore.close(self._core)
 
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"<{type(self).__name__}, closed>"
+        core = self._core
+        mapped = sum(map(core.mapped, range(core.ranges))) * core.page_size
+        tensors = f"{len(self._tensors)} tensor{'s' * (len(self._tensors) != 1)}"
+        return f"<{type(self).__name__} of {tensors}, {byte_text(mapped)} of another process mapped>"
+
     def _require_open(self) -> None:
         if self.closed:
             raise Closed(f"[{type(self).__name__}] the reader is closed: receive the object again")

@@ -34,6 +34,7 @@ from reader_process import (
 )
 from support import eventually, open_pool, run_program, simcuda_library
 from vtensor import VTensor, sharing, testing
+from vtensor._base.units import byte_text
 from vtensor._pool import sleep as _sleep
 
 PAGE = 4096
@@ -646,6 +647,8 @@ def test_an_arena(pool, other, kind):
     arena.tensor[70000:90000] = 5
     assert other.sync() is True
     assert other.evaluate("int(r.tensor[70000:90000].sum())") == 5 * 20000
+    mapped = byte_text(arena.stats().nbytes_mapped)
+    assert other.evaluate("repr(r)") == f"<ArenaReader of 1 tensor, {mapped} of another process mapped>"
     arena.close()
     assert other.sync()[0] == "Closed"
 
