@@ -334,13 +334,11 @@ class VTensor(torch.Tensor, Drawn):
             if core.closed:
                 return "<VTensor, closed>"
             dtype = str(self.dtype).removeprefix("torch.")
-            # grad_fn, unlike requires_grad, is set after a write of a tensor that requires grad.
-            graph = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
             memory = "asleep" if core.asleep else f"{byte_text(core.mapped_bytes_seen)} mapped"
             return (
                 f"<VTensor {list(self.shape)} {dtype} on {self.device}, "
                 f"{core.length:,} of {core.capacity:,} positions along dim {core.grow_dim}, "
-                f"{memory}{graph}>"
+                f"{memory}>"
             )
 
     def __str__(self) -> str:
@@ -409,8 +407,9 @@ def _refuse(operation: str) -> NoReturn:
 def _coreless(pool: Pool, dtype: torch.dtype, tag: str) -> VTensor:
     """An empty VTensor that has no core yet."""
     # A view of a plain tensor: views of the VTensor then have that tensor as their base, and none keeps the
-    # VTensor alive.
-    with without_modes():
+    # VTensor alive. Made in no_grad: torch then refuses to write a tensor that requires grad to it, and it
+    # never gets a graph, which would keep all that was written.
+    with without_modes(), torch.no_grad():
         tensor = torch.empty(0, dtype=dtype, device=pool._tensor_device).as_subclass(VTensor)
     tensor._pool = pool
     tensor._sleeps_as = tag

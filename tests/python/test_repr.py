@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 
 import pytest
 import torch
@@ -68,13 +67,6 @@ def test_pages_that_cannot_be_read_are_not():
         assert "tensor(" in str(t)
         """
     ).check()
-
-
-def test_a_graph_that_a_write_brought_in_is_named(pool):
-    t = quarter(pool, 3, dtype=torch.float32)
-    assert "grad_fn" not in repr(t)
-    t.mul_(torch.ones(t.shape[1:], device=t.device, requires_grad=True))
-    assert re.search(r", grad_fn=<\w+Backward0>>$", repr(t)) and "\n" not in repr(t)
 
 
 def test_modes_of_torch_do_not_meet_it(pool):

@@ -9,11 +9,13 @@ import gc
 import itertools
 import textwrap
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
 import vtensor
+from kv_support import grown, make_cache
 from support import PER_PAGE, filled, quarter, run_snippet
 
 # Every snippet starts with a tensor `t` of 12 positions, its expected bytes, and a view of positions 3 to 8;
@@ -268,6 +270,28 @@ def test_requires_grad_is_refused(pool):
         assert not t.requires_grad
         t.extend(1)
     assert t.requires_grad_(False) is not None and t.length == 5
+
+
+def test_no_write_brings_a_graph(pool):
+    t, moved = filled(pool, 3, dtype=torch.float32), filled(pool, 3, dtype=torch.float32).reallocate(2000)
+    cache = make_cache(pool)
+    slot = cache.alloc()
+    assert grown(cache, slot, 3)
+    for written, at in ((t, 0), (t.fork(), 0), (moved, 0), (cache[0][0], (slot, 0))):
+        x = torch.ones_like(written[at], requires_grad=True) * 2
+        before = written[at].clone()
+        for write in (partial(written.__setitem__, at), written[at].copy_, written[at].add_):
+            with pytest.raises(RuntimeError, match="no_grad"):
+                write(x)
+        assert torch.equal(written[at], before) and written.grad_fn is None
+        with torch.no_grad():
+            written[at] = x
+        assert written[at].eq(2).all()
+        y = torch.ones_like(x, requires_grad=True)
+        (written[at] * y).sum().backward()  # a graph may read it
+        assert torch.equal(y.grad, written[at])
+    t.extend(1).close()
+    moved.extend(1).close()
 
 
 @pytest.mark.parametrize("created_inside", [True, False])

@@ -86,7 +86,7 @@ class CacheLayout:
             sizes = (slots, max_len, place.heads, place.dim)
             return values.as_strided(sizes, (slot, token, place.dim, 1), first)
 
-        with without_modes():
+        with without_modes(), torch.no_grad():  # no graph: see tensor.py
             return [(view(k), None if v is None else view(v)) for k, v in self.layers]
 
 
