@@ -40,7 +40,7 @@ from vtensor._base.processes import Closes, StaysHere, keep_private
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
-from vtensor._torch.memory import open_for_readers
+from vtensor._torch.memory import heaps_of, open_for_readers
 from vtensor._torch.variants import AsleepVTensor, CopyOnWriteVTensor, name_of, refuse_in_forked_child
 from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
@@ -430,10 +430,11 @@ def share(module: torch.nn.Module) -> SharedModule:
         module: a module that :func:`~vtensor.adopt` moved into a shareable pool.
 
     Raises:
-        InvalidArgument: ``module`` is no module. When it is sent: its pool is not shareable, or one of its
-            tensors is in no pool.
+        InvalidArgument: ``module`` is no module, or in no pool. When it is sent: its pool is not shareable,
+            or one of its tensors is in no pool.
     """
-    return SharedModule(of_type("share", "module", module, torch.nn.Module))
+    heaps_of(of_type("share", "module", module, torch.nn.Module))
+    return SharedModule(module)
 
 
 def _rebuild_object(reader: Any, sent: _Sent, words: int, views: dict[Any, _View]) -> Any:

@@ -352,7 +352,9 @@ class VTensor(torch.Tensor, Drawn):
         with without_modes():
             return str(alias)
 
-    __format__ = object.__format__  # torch's refuses closed tensors
+    # Torch's refuse closed tensors.
+    __format__ = object.__format__
+    __dir__ = object.__dir__
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]

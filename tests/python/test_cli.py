@@ -63,6 +63,11 @@ def read_all(master: int) -> str:
     return text.decode()
 
 
+def test_version(capsys) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"vtensor {vtensor.__version__}\n"
+
+
 def test_info_as_json(capfd) -> None:
     assert main(["info", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)  # nothing else is on standard output

@@ -32,6 +32,7 @@ def test_it_follows_the_tensor(pool):
     assert "[9, 1024]" in repr(t) and "9 of 64" in repr(t) and "12 KiB mapped" in repr(t)
     t.close()
     assert repr(t) == str(t) == f"{t}" == "<VTensor, closed>"
+    assert "extend" in dir(t)  # completion in a notebook asks for it
 
 
 def test_str_shows_the_elements_as_torch_does(pool):

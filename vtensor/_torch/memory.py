@@ -210,16 +210,22 @@ def _unfit(t: torch.Tensor) -> str | None:
     return None
 
 
+def heaps_of(module: torch.nn.Module) -> list[Heap]:
+    """The heaps of open pools that the module was moved through. Throws InvalidArgument if there is none."""
+    heaps = [heap for pool in open_pools() for heap in list(pool._heaps.values()) if heap.adopted.has(module)]
+    if not heaps:
+        raise InvalidArgument("[share] the module is in no pool: call vtensor.adopt(module, pool) first")
+    return heaps
+
+
 def open_for_readers(
     module: torch.nn.Module, addresses: list[int]
 ) -> tuple[list[tuple[int, int]], _core.ReaderFiles]:
-    """Of the heap that has these tensors of the module: its arenas there, and their files. The module may
-    have been moved through others before."""
-    for pool in open_pools():
-        for heap in list(pool._heaps.values()):
-            if heap.adopted.has(module) and (opened := heap.core.open_for_readers(addresses)):
-                return opened
-    raise InvalidArgument("[share] the module is in no pool: call vtensor.adopt(module, pool) first")
+    """Of the heap that has these tensors of the module: its arenas there, and their files."""
+    for heap in heaps_of(module):
+        if opened := heap.core.open_for_readers(addresses):
+            return opened
+    raise InvalidArgument("[share] the module is in no pool any more: call vtensor.adopt(module, pool) again")
 
 
 def _new_storage(heap: Heap, nbytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -73,7 +73,8 @@ class ClosedVTensor(VTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise Closed(
-            f"[{name_of(func)}] the VTensor is closed: make a new one, or keep an alias() before closing"
+            f"[{name_of(func)}] the VTensor is closed: use what reallocate() returned, make a new one, or "
+            "keep an alias() before closing"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from vtensor import __version__
 from vtensor._base import starting
 from vtensor.errors import InvalidArgument, VTensorError
 
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m vtensor", description="Tensors that grow in place.")
+    parser.add_argument("--version", action="version", version=f"vtensor {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser(
         "info",
