@@ -14,9 +14,12 @@ import pytest
 
 import vtensor
 from cuda_support import needs_simcuda
+from kv_support import UNIT, make_cache
+from kv_support import filled as filled_slot
 from stream_support import NEVER
 from support import calls, calls_since, eventually, filled, quarter, run_snippet, sometimes
 from vtensor import testing
+from vtensor.testing.kv_model import check_contents
 
 AHEAD = 16 * 4096
 WORKERS = pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
@@ -363,6 +366,46 @@ def test_remapping_waits_for_running_work(sim, stream_pool, ahead, operation, en
         sim.release(0)
     result = act()
     assert result[:10].eq(1 if child is not None else 3).all()
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_a_published_prefix_waits_for_its_publishers_work(sim, stream_pool, freed):
+    """I6, I12: pages that were published while they could be written are mapped in another slot only after
+    work that uses them, also that of a slot that is gone."""
+    pool = stream_pool(pages=160, prefetch=1 << 20, patience=0.2)
+    with make_cache(pool, lookahead=UNIT) as cache:
+        tokens = list(range(4 * UNIT))
+        slot = filled_slot(cache, len(tokens))
+        pool.wait_idle()
+        if not freed:
+            cache.publish(slot, tokens)
+        sim.hold(0)
+        sim.kernel(0, cache[0][0][slot, : len(tokens)])
+        if freed:
+            cache.publish(slot, tokens)
+            cache.free(slot)
+        with pytest.raises(vtensor.TimedOut, match="work launched on the device"):
+            cache.alloc([*tokens, 0])
+        testing.check_invariants(pool)
+        sim.release(0)
+        check_contents(cache, cache.alloc([*tokens, 0]), tokens)
+
+
+def test_a_prefix_waits_for_pages_that_leave_where_it_goes(sim, stream_pool):
+    """I3: the only free slot has pages that a kernel of its last request still reads."""
+    pool = stream_pool(pages=160, cache=0, patience=0.2)
+    with make_cache(pool, max_batch=2) as cache:
+        tokens = list(range(4 * UNIT))
+        cache.publish(filled_slot(cache, len(tokens)), tokens)
+        last = filled_slot(cache, len(tokens))
+        stream = sim.stream(held=True)
+        sim.kernel(stream, cache[0][0][last, : len(tokens)])
+        cache.free(last, stream=stream)
+        with pytest.raises(vtensor.TimedOut, match="the pages of a freed slot"):
+            cache.alloc([*tokens, 0])
+        testing.check_invariants(pool)
+        sim.release(stream)
+        check_contents(cache, cache.alloc([*tokens, 0]), tokens)
 
 
 def test_a_copy_that_never_ends(sim, stream_pool):
