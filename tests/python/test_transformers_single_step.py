@@ -110,6 +110,12 @@ def test_other_attention_takes_them(pages, kind):
     # After other tests in one process torch 2.13 once wrote C++ for it that does not compile.
     torch._dynamo.reset()
     model = make_llama(kind)
-    expected = run(model, DynamicCache(config=model.config), prompt(2), **GREEDY)
-    given = run(model, VTensorCache(model.config, 128, pages), prompt(2), **GREEDY)
-    assert torch.equal(given.sequences, expected.sequences)
+
+    def plain() -> torch.Tensor:
+        return run(model, DynamicCache(config=model.config), prompt(2), **GREEDY).sequences
+
+    expected = plain()
+    given = run(model, VTensorCache(model.config, 128, pages), prompt(2), **GREEDY).sequences
+    if not torch.equal(given, expected) and any(not torch.equal(plain(), expected) for _ in range(8)):
+        pytest.skip(f"{kind} gives another text each time here, with a DynamicCache too (torch 2.13, AVX2)")
+    assert torch.equal(given, expected)
