@@ -386,24 +386,28 @@ class VTensor(torch.Tensor, Drawn):
         """Raises VTensorError: put a tensor of a shareable pool in a queue as it is (``vtensor.sharing``)."""
         _refuse("share_memory_")
 
-    def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises VTensorError: use ``extend``, ``append``, ``shrink`` or ``truncate``."""
-        _refuse("resize_")
-
-    def resize_as_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises VTensorError: use ``extend``, ``append``, ``shrink`` or ``truncate``."""
-        _refuse("resize_as_")
-
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises VTensorError: the storage belongs to vtensor."""
-        _refuse("set_")
-
 
 def _refuse(operation: str) -> NoReturn:
     raise VTensorError(
         f"[VTensor.{operation}] the storage and shape belong to vtensor: use extend, append, shrink, "
         "truncate or reallocate, or take t.clone() for a tensor of your own"
     )
+
+
+def _refused(name: str) -> Any:
+    def refused(self: VTensor, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(name)
+
+    refused.__name__ = name
+    refused.__doc__ = "Raises VTensorError: the storage and the shape belong to vtensor."
+    return refused
+
+
+for (
+    _name
+) in "resize_ resize_as_ set_ as_strided_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split():
+    setattr(VTensor, _name, _refused(_name))
+del _name
 
 
 def _coreless(pool: Pool, dtype: torch.dtype, tag: str) -> VTensor:

@@ -49,7 +49,17 @@ OTHERS = {
     "lease": lambda t, n: leased(t),
 }
 # reindex needs rows, and address differs from tensor to tensor: below. These are always refused.
-REFUSED = {"resize_", "resize_as_", "set_", "share_memory_"}
+REFUSED = {
+    "resize_",
+    "resize_as_",
+    "set_",
+    "share_memory_",
+    "as_strided_",
+    "squeeze_",
+    "swapaxes_",
+    "swapdims_",
+}
+REFUSED |= {"t_", "transpose_", "unsqueeze_"}
 
 
 def leased(t):

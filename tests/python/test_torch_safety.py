@@ -395,6 +395,6 @@ def test_a_closed_tensor_never_crashes(kind):
 
 def test_strides_changed_behind_our_back_are_noticed(pool):
     t = vtensor.zeros(4, 4, grow_dim=0, capacity=64, pool=pool)
-    t.t_()
+    torch.Tensor.t_(t)
     with pytest.raises(vtensor.VTensorError, match="changed from outside"):
         t.extend(1)
