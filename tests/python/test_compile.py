@@ -50,16 +50,9 @@ OTHERS = {
 }
 # reindex needs rows, and address differs from tensor to tensor: below. These are always refused.
 REFUSED = {
-    "resize_",
-    "resize_as_",
-    "set_",
-    "share_memory_",
-    "as_strided_",
-    "squeeze_",
-    "swapaxes_",
-    "swapdims_",
+    *"resize_ resize_as_ set_ share_memory_ as_strided_ squeeze_".split(),
+    *"swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split(),
 }
-REFUSED |= {"t_", "transpose_", "unsqueeze_"}
 
 
 def leased(t):
