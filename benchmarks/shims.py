@@ -57,8 +57,9 @@ def run(settings: Settings) -> list[Figure]:
     with torch.no_grad():
         for kernel, keys, figure_of in ((nothing, FEW, own_time), (attend, length, share)):
             with module(settings, kernel) as flash:
-                # Of those that do nothing the keys do not count, but there is to be room for all appends.
-                of_flash = flash_cases(settings, flash, max(keys, CALLS))
+                # Of those that do nothing the keys do not count, but there is to be room for all appends, and
+                # FlashAttention 2 appends to no fewer than there are query heads to a head of K.
+                of_flash = flash_cases(settings, flash, max(keys, CALLS + QUERY_HEADS // HEADS))
                 for case in chain(of_flash, sdpa_cases(settings, keys)):
                     figures.append(figure_of(settings, case, keys))
             if not settings.quick:  # it compiles for seconds

@@ -13,9 +13,11 @@ limit=$((${MINUTES:-8} * 60))
 grace=10 # seconds from an interruption to a kill
 results=${OUT:-benchmarks/results}
 PATH=$(dirname "$python"):$PATH
-# The installed package comes before the source folder vtensor/, which has no extension in it.
-export PYTHONPATH=$site:$PWD PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+# The installed package comes before the source folder vtensor/, which has no extension in it. Kernels that are not
+# installed, but unpacked, come through PYTHONPATH.
+export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 failed=()
+tests=(cuda_mapping cuda_tensor serving shared_memory beside_cuda_core torch_memory generate)
 
 # attempt TITLE COMMAND...: as step, but a failure is reported at the end only.
 attempt() {
@@ -95,7 +97,7 @@ else
   attempt "Offline build" build
   is_built=$([ ${#failed[@]} -eq 0 ] && echo true || echo false)
   if $gpu; then wait "$asking" || failed+=("Questions while it builds"); fi
-  if $is_built; then attempt "GPU tests" gpu_tests cuda_mapping cuda_tensor shared_memory beside_cuda_core torch_memory; fi
+  if $is_built; then attempt "GPU tests" gpu_tests "${tests[@]}"; fi
   if $gpu; then attempt "Questions" questions rest 70; fi
   if $is_built; then attempt "GPU tests of attention" gpu_tests attention; fi
   if $gpu && $is_built && [ $((limit - SECONDS)) -ge 60 ]; then attempt "Benchmarks" benchmarks; fi

@@ -29,6 +29,8 @@ TensorClasses& classes = *new TensorClasses;  // never destroyed: the interprete
 
 // Above this, torch's parallel copy is faster than one memcpy a row.
 constexpr std::size_t kMemcpyLimit = std::size_t{256} << 10;
+// On a device, torch's one kernel is faster than more copies.
+constexpr std::size_t kMostCopies = 4;
 
 std::string shape_text(std::span<const std::int64_t> shape) {
   std::string text = "(";
@@ -267,7 +269,7 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
   const trace::Span span = traced(trace::What::extend, positions_.end, n);
   if (positions_.end + n > spec_.capacity) {
     move_to_front(self, operation, n, populate);
-    return source != nullptr && fill_from(*source, positions_.end - n, n);
+    return source != nullptr && fill_from(caller, *source, positions_.end - n, n);
   }
   const Interval before = positions_;
   const Interval after{before.begin, before.end + n};
@@ -277,7 +279,7 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
   positions_ = after;
   bool copied = false;
   try {
-    copied = source != nullptr && fill_from(*source, before.end, n);
+    copied = source != nullptr && fill_from(caller, *source, before.end, n);
     update(self);
   } catch (...) {
     positions_ = before;
@@ -305,15 +307,15 @@ void TensorCore::extend(nb::handle self, nb::handle given) {
   grow(self, operation, static_cast<std::size_t>(n));
 }
 
-// Copies `n` positions to `start` by memcpy. False if the source's layout or size requires torch's
-// copy.
-bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::size_t n) {
+// Copies `n` positions to `start`, on the host by memcpy, on a device by a copy for each row in the
+// caller's stream. False if torch's copy is faster, or the source's layout requires it.
+bool TensorCore::fill_from(const Caller& caller, const TensorFacts& source, std::size_t start,
+                           std::size_t n) {
   const RowShape& shape = buffer_->shape();
   const std::size_t bytes = n * shape.item_bytes;
-  if (!source.data || !source.device.on_host() || !buffer_->pool()->traits().device.on_host() ||
-      shape.rows * bytes > kMemcpyLimit) {
+  const bool on_host = buffer_->pool()->traits().device.on_host();
+  if (!source.data || (on_host ? shape.rows * bytes > kMemcpyLimit : shape.rows > kMostCopies))
     return false;
-  }
   std::int64_t dense = 1;
   for (std::size_t dim = source.shape.size(); dim-- > spec_.grow_dim;) {
     if (source.shape[dim] != 1 && source.strides[dim] != dense) return false;
@@ -327,10 +329,15 @@ bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::si
       offset += static_cast<std::int64_t>(rest % size) * source.strides[dim];
       rest /= size;
     }
-    std::memmove(
-        reinterpret_cast<void*>(buffer_->address_of(row, start)),
-        static_cast<const char*>(source.data) + offset * static_cast<std::int64_t>(spec_.item_size),
-        bytes);
+    const Address from =
+        reinterpret_cast<Address>(source.data) + static_cast<std::size_t>(offset) * spec_.item_size;
+    const Address to = buffer_->address_of(row, start);
+    if (on_host) {
+      std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+    } else {
+      buffer_->range().driver().copy(CopyDirection::within, to, reinterpret_cast<void*>(from),
+                                     bytes, caller.stream);
+    }
   }
   return true;
 }

@@ -118,7 +118,7 @@ class TensorCore {
   std::size_t checked_capacity(const char* operation, std::int64_t capacity) const;
   bool grow(nb::handle self, const Operation& operation, std::size_t n, bool populate = false,
             const TensorFacts* source = nullptr);
-  bool fill_from(const TensorFacts& source, std::size_t start, std::size_t n);
+  bool fill_from(const Caller& caller, const TensorFacts& source, std::size_t start, std::size_t n);
   void move_to_front(nb::handle self, const Operation& operation, std::size_t n, bool populate);
   template <typename Body>
   void while_detached(nb::handle self, const Body& body);

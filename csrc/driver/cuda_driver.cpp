@@ -59,7 +59,8 @@ class CudaDriver final : public Driver {
   ExportedPage export_page(Handle handle) override;
   Handle import_page(const ExportedPage& page, ExportKind kind) override;
 
-  void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override;
+  void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes,
+            Stream stream) override;
   FencePtr fence(Stream stream) override { return streams_.fence(stream); }
   bool passed(const Fence& fence) override { return streams_.passed(fence); }
   void order(Stream stream, const Fence& fence) override { streams_.order(stream, fence); }
@@ -419,14 +420,21 @@ std::size_t CudaDriver::free_memory() {
   return free;
 }
 
-void CudaDriver::copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) {
+void CudaDriver::copy(CopyDirection direction, Address at, void* memory, std::size_t bytes,
+                      Stream stream) {
   const RelaxedCapture relaxed(cuda_, "copy");
   const PrimaryContext context(cuda_, "copy");
-  const CUstream stream = handle_of(copy_stream_);
-  if (direction == CopyDirection::out) {
-    cuda_.require_at("copy", cuda_.cuMemcpyDtoHAsync, at, bytes, memory, at, bytes, stream);
-  } else {
-    cuda_.require_at("copy", cuda_.cuMemcpyHtoDAsync, at, bytes, at, memory, bytes, stream);
+  const CUstream in = handle_of(stream);
+  switch (direction) {
+    case CopyDirection::out:
+      cuda_.require_at("copy", cuda_.cuMemcpyDtoHAsync, at, bytes, memory, at, bytes, in);
+      break;
+    case CopyDirection::in:
+      cuda_.require_at("copy", cuda_.cuMemcpyHtoDAsync, at, bytes, at, memory, bytes, in);
+      break;
+    case CopyDirection::within:
+      cuda_.require_at("copy", cuda_.cuMemcpyDtoDAsync, at, bytes, at,
+                       reinterpret_cast<Address>(memory), bytes, in);
   }
 }
 

@@ -205,9 +205,11 @@ void CudaMappings::remap(Address at, std::span<const Handle> from, Access from_a
   const bool same = std::ranges::equal(from, to);
   if (from.empty() || (same && from_access == to_access)) return;
   const RelaxedCapture relaxed(cuda_, "remap");
-  if (same) {
+  // Pages become writable by being mapped anew. Driver 580 refuses every later mapping of memory
+  // that is made for GPUDirect RDMA (with CUDA_ERROR_UNKNOWN) once a mapping of it gets write
+  // access after the first mapping went.
+  if (same && to_access != Access::writable)
     return cuda_.check("remap", Call::cuMemSetAccess, set_access(at, to.size(), to_access));
-  }
   // Allocated before the calls: from the first on, nothing but a refusal may come in between.
   const Stretch before{at, {from.begin(), from.end()}}, after{at, {to.begin(), to.end()}};
   cuda_.check("remap", Call::cuMemUnmap, unmap(at, from.size()));

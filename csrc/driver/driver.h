@@ -99,7 +99,8 @@ struct Backed {
   std::size_t every = 1;
 };
 
-enum class CopyDirection : std::uint8_t { out, in };
+// Out of pages, into pages, or into pages from other memory of the device.
+enum class CopyDirection : std::uint8_t { out, in, within };
 
 class Driver {
  public:
@@ -169,10 +170,12 @@ class Driver {
   // Order between the work of streams and the core. On the host the calling threads do all work but
   // copies, so a fence of any other stream is null, which has passed.
 
-  // Launches a copy on the copying stream, between mapped pages and host memory, and returns at
-  // once. The caller keeps the pages mapped and the memory where it is until a fence made
-  // afterwards has passed. Host memory may be any, not only the driver's.
-  virtual void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) = 0;
+  // Launches a copy between mapped pages and host memory in the copying stream, or `within` the
+  // device in any, and returns at once. The caller keeps the pages mapped and the memory where it
+  // is until a fence made afterwards has passed. Host memory may be any, not only the driver's.
+  // On the host a copy `within` is done on return.
+  virtual void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes,
+                    Stream stream) = 0;
   // A point after all work launched in `stream` so far; null if there is nothing to wait for.
   virtual FencePtr fence(Stream stream) = 0;
   // Whether that work is done. Never blocks.

@@ -310,8 +310,12 @@ class HostDriver final : public Driver {
     throw Error("[host import_page] memory of the host is read through a file of all its pages");
   }
 
-  void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override {
+  void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes, Stream) override {
     refuse_if_left("host copy");
+    if (direction == CopyDirection::within) {
+      std::memmove(pointer(at), memory, bytes);
+      return;
+    }
     const bool out = direction == CopyDirection::out;
     if (out) advise_huge_pages(reinterpret_cast<Address>(memory), bytes);
     queue_copy(direction, out ? memory : pointer(at), out ? pointer(at) : memory, bytes);

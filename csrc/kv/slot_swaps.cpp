@@ -123,7 +123,8 @@ void SlotSwaps::swap_out(const Caller& caller, std::span<const std::size_t> slot
   try {
     for (const Part& part : parts) order_copies(caller, part);
     for (const auto& [layer, at, memory, offset, bytes] : copies)
-      driver_.copy(CopyDirection::out, at, memory->memory.get() + offset, bytes);
+      driver_.copy(CopyDirection::out, at, memory->memory.get() + offset, bytes,
+                   driver_.copy_stream());
     const FencePtr copied = driver_.fence(driver_.copy_stream());
     for (const Part& part : parts) part.swapped->copied = copied;
   } catch (...) {
@@ -200,7 +201,8 @@ std::list<SlotSwaps::Arriving> SlotSwaps::bring_in(const Caller& caller, const P
     for (std::size_t i = 0; i < copies.size(); ++i) {
       const std::size_t layer = copies[i].layer;
       driver_.copy(CopyDirection::in, copies[i].at,
-                   copies[i].memory->memory.get() + copies[i].offset, copies[i].bytes);
+                   copies[i].memory->memory.get() + copies[i].offset, copies[i].bytes,
+                   driver_.copy_stream());
       if (i + 1 < copies.size() && copies[i + 1].layer == layer) continue;
       arriving.push_back(
           {layer, buffers_.band_of_layer(layer), driver_.fence(driver_.copy_stream())});

@@ -144,7 +144,7 @@ void SleepCopy::launch(std::span<const SleepPart> parts, std::byte* stage) {
     const HostMemory& memory = image(part).memory();
     std::byte* const kept = memory ? memory.get() + part.offset : stage;
     if (!memory) stage += part.bytes;
-    driver.copy(direction_, part.at, kept, part.bytes);
+    driver.copy(direction_, part.at, kept, part.bytes, driver.copy_stream());
   }
 }
 

@@ -61,11 +61,12 @@ class Pages : public Bench<T> {
   // What is named lasts until `await_copies`.
   void in(std::size_t offset, const Bytes& from) {
     this->driver->copy(CopyDirection::in, at + offset, const_cast<std::uint8_t*>(from.data()),
-                       from.size());
+                       from.size(), this->driver->copy_stream());
   }
   void in(std::size_t offset, Bytes&& from) = delete;
   void out(Bytes& to, std::size_t offset) {
-    this->driver->copy(CopyDirection::out, at + offset, to.data(), to.size());
+    this->driver->copy(CopyDirection::out, at + offset, to.data(), to.size(),
+                       this->driver->copy_stream());
   }
   void await_copies() { await_work(*this->driver, this->driver->copy_stream()); }
   Bytes read(std::size_t offset, std::size_t n) {
@@ -106,10 +107,23 @@ TEST_CASE_TEMPLATE("bytes are copied in and out, from and to anywhere", T, SUBJE
     }
   }
   std::uint8_t byte = 1;
-  pages.driver->copy(CopyDirection::out, pages.at, &byte, 0);
-  pages.driver->copy(CopyDirection::in, pages.at, &byte, 0);
+  pages.driver->copy(CopyDirection::out, pages.at, &byte, 0, pages.driver->copy_stream());
+  pages.driver->copy(CopyDirection::in, pages.at, &byte, 0, pages.driver->copy_stream());
   pages.await_copies();
   CHECK(byte == 1);
+}
+
+TEST_CASE_TEMPLATE("bytes are copied within the device, in the order of a stream", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Pages<T> pages(2 * kMiB);
+  Driver& driver = *pages.driver;
+  const Bytes bytes = random_bytes(kMiB - 3, 5);
+  pages.in(0, bytes);
+  pages.await_copies();
+  driver.copy(CopyDirection::within, pages.at + kMiB + 3, reinterpret_cast<void*>(pages.at),
+              bytes.size(), driver.side_stream());
+  await_work(driver, driver.side_stream());
+  CHECK(pages.read(kMiB + 3, bytes.size()) == bytes);
 }
 
 TEST_CASE_TEMPLATE("behind a fence of the copying stream all copies before it are done", T,

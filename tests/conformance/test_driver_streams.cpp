@@ -189,8 +189,8 @@ TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does n
       const PageCopy copy{handles[1], range};
       driver.copy_pages({&copy, 1}, {&fence, 1});
       char byte = 1;
-      driver.copy(CopyDirection::out, range, &byte, 1);
-      driver.copy(CopyDirection::in, range, &byte, 1);
+      driver.copy(CopyDirection::out, range, &byte, 1, driver.copy_stream());
+      driver.copy(CopyDirection::in, range, &byte, 1, driver.copy_stream());
       await_work(driver, driver.copy_stream());
       driver.remap(range, {handles, 1}, Access::writable, {handles, 1}, Access::copy_on_write);
       bench.unmap(range, 1);

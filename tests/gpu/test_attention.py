@@ -135,7 +135,17 @@ def test_packed_sequences(pool, backend):
     starts_q = torch.tensor([0, 1, 40], dtype=torch.int32, device="cuda")
     starts_k = torch.tensor([0, 400, 900], dtype=torch.int32, device="cuda")
     out = first(
-        flash.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 39, 500, causal=True, backend=backend)
+        flash.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=starts_q,  # by name: FlashAttention 4 has them in another order
+            cu_seqlens_k=starts_k,
+            max_seqlen_q=39,
+            max_seqlen_k=500,
+            causal=True,
+            backend=backend,
+        )
     )
     for (a, b), (c, d) in (((0, 1), (0, 400)), ((1, 40), (400, 900))):
         assert (out[a:b].double() - exact(q[a:b], k[c:d], v[c:d], d - c)).abs().max() < 0.02

@@ -121,3 +121,15 @@ def test_growth_inside_a_page_makes_no_driver_call(pool):  # I15
     made = {name: n - before.get(name, 0) for name, n in pool.stats().driver_calls["caller"].items()}
     assert (made["cuMemCreate"], made["cuMemMap"], made["cuMemSetAccess"]) == (4, 4, 1)
     t.close()
+
+
+def test_pages_are_shared_again_after_their_first_owner_went(pool):  # I6
+    t = bytes_tensor(pool, 2).fill_(1)
+    for value in range(2, 6):
+        child = t.fork()
+        t.close()
+        pool.wait_idle()
+        t = child.fill_(value)  # the only owner: its pages become writable where they are
+    assert pool.stats().pages_used == 2
+    assert bool((t.fork() == 5).all())
+    t.close()

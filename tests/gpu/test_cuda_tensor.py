@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
@@ -186,3 +187,36 @@ def test_attention_over_a_vtensor_is_bit_for_bit_that_over_a_plain_tensor(pool, 
     assert (want.double() - exact).abs().max() < 0.02
     k.close()
     v.close()
+
+
+def test_forks_come_and_go_in_any_order(pool, tokens):  # I2, I6
+    """Pages pass from owner to owner, are written to by the last one, and are shared again."""
+    draw = random.Random(7)
+    live = [(cache(pool, tokens(40, rows=3)), tokens(40, rows=3))]
+    for step in range(150):
+        at = draw.randrange(len(live))
+        t, want = live[at]
+        act = draw.choice(["fork", "fork", "append", "fill", "reindex", "reallocate", "close", "truncate"])
+        if act == "fork" and len(live) < 6:
+            live.append((t.fork(), want.clone()))
+        elif act == "append":
+            x = tokens(draw.choice([1, 30, PER_PAGE // 2]), rows=3, seed=step)
+            if t.length + x.shape[1] <= t.capacity:
+                live[at] = t.append(x), torch.cat([want, x], 1)
+        elif act == "fill":
+            live[at] = t.fill_(step), want.fill_(step)
+        elif act == "reindex":
+            rows = [draw.randrange(3) for _ in range(3)]
+            live[at] = t.reindex(rows), want[rows]
+        elif act == "reallocate":
+            live[at] = t.reallocate(t.capacity), want
+        elif act == "truncate":
+            length = draw.randrange(t.length + 1)
+            t.truncate(length)
+            live[at] = t, want[:, :length].clone()
+        elif act == "close" and len(live) > 1:
+            live.pop(at)[0].close()
+        for t, want in live:
+            assert torch.equal(t, want), (step, act)
+    for t, _ in live:
+        t.close()

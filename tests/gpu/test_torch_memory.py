@@ -50,10 +50,9 @@ def test_a_training_step_in_a_pool(pool, threads):
 
 
 def test_tensors_outlive_the_pool_and_its_refusal_is_told(pool):
-    with vtensor.memory(pool):
+    with pytest.raises(torch.OutOfMemoryError) as refused, vtensor.memory(pool):
         kept = torch.full((1 << 20,), 7.0, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError) as refused:
-            torch.empty(512 * PAGE, dtype=torch.uint8, device="cuda")
+        torch.empty(512 * PAGE, dtype=torch.uint8, device="cuda")
     assert "[memory]" in refused.value.__notes__[0]
     pool.close()
     assert kept.eq(7).all()

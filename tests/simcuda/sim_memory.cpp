@@ -89,13 +89,14 @@ CUresult SimMemory::free_range(Address range, std::size_t size) {
 }
 
 CUresult SimMemory::create(std::uint64_t* handle, std::size_t size, int device, std::uint64_t room,
-                           unsigned exported_as) {
+                           unsigned exported_as, bool rdma) {
   if (size > room) return CUDA_ERROR_OUT_OF_MEMORY;
   Allocation fresh{.size = size,
                    .memfd = memfd_,
                    .offset = end_of_file_,
                    .exported_as = exported_as,
-                   .device = device};
+                   .device = device,
+                   .rdma = rdma};
   if (exported_as != 0) {
     fresh.memfd = memfd_create("simcuda-page", MFD_CLOEXEC);
     fresh.offset = 0;
@@ -181,7 +182,9 @@ void SimMemory::forget_if_unused(std::map<std::uint64_t, Allocation>::iterator a
 CUresult SimMemory::map(Address at, std::size_t size, std::size_t offset, std::uint64_t handle) {
   const auto found = allocations_.find(handle);
   if (found == allocations_.end() || found->second.references == 0) return CUDA_ERROR_INVALID_VALUE;
-  if (offset != 0 || size != found->second.size) return CUDA_ERROR_INVALID_VALUE;
+  if (size == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (offset != 0 || size != found->second.size) return CUDA_ERROR_NOT_SUPPORTED;
+  if (found->second.is_spoiled) return CUDA_ERROR_UNKNOWN;
   if (!inside_one_range(at, size)) return CUDA_ERROR_INVALID_VALUE;
   const auto next = mappings_.lower_bound(at);
   if (next != mappings_.end() && next->first < at + size) return CUDA_ERROR_INVALID_VALUE;
@@ -193,6 +196,7 @@ CUresult SimMemory::map(Address at, std::size_t size, std::size_t offset, std::u
   expect(mmap(pointer(at), size, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.memfd,
               static_cast<off_t>(found->second.offset)) != MAP_FAILED,
          "mmap of an allocation");
+  if (found->second.mappings == 0) found->second.first = next_mapping_;
   mappings_.emplace(at, Mapping{.size = size, .handle = handle, .number = next_mapping_++});
   ++found->second.mappings;
   return CUDA_SUCCESS;
@@ -204,7 +208,8 @@ CUresult SimMemory::unmap(Address at, std::size_t size) {
   make_reserved(at, size);
   for (auto it = first; it != last; ++it) {
     const auto allocation = allocations_.find(it->second.handle);
-    --allocation->second.mappings;
+    if (it->second.number == allocation->second.first) allocation->second.first = 0;
+    if (--allocation->second.mappings == 0) allocation->second.is_spoiled = false;
     forget_if_unused(allocation);
   }
   mappings_.erase(first, last);
@@ -218,8 +223,20 @@ CUresult SimMemory::set_access(Address at, std::size_t size, CUmemAccess_flags a
                          : access == CU_MEM_ACCESS_FLAGS_PROT_READ    ? PROT_READ
                                                                       : PROT_NONE;
   expect(mprotect(pointer(at), size, protection) == 0, "mprotect");
-  for (auto it = first; it != last; ++it) it->second.access = access;
+  for (auto it = first; it != last; ++it) {
+    spoil(it->second, access);
+    it->second.access = access;
+  }
   return CUDA_SUCCESS;
+}
+
+// As driver 580 on an H200 (benchmarks/results): memory made for RDMA cannot be mapped again once a
+// mapping of it gets write access while the first one is gone.
+void SimMemory::spoil(const Mapping& mapping, CUmemAccess_flags access) {
+  Allocation& allocation = allocations_.at(mapping.handle);
+  const bool becomes_writable =
+      access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE && mapping.access != access;
+  if (allocation.rdma && becomes_writable && allocation.first == 0) allocation.is_spoiled = true;
 }
 
 bool SimMemory::whole_mappings(Address at, std::size_t size, Mappings::iterator* first,

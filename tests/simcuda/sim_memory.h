@@ -28,7 +28,7 @@ class SimMemory {
   CUresult free_range(Address range, std::size_t size);
   // `room`: bytes that the device may still hand out; `exported_as`: handle types, a mask.
   CUresult create(std::uint64_t* handle, std::size_t size, int device, std::uint64_t room,
-                  unsigned exported_as);
+                  unsigned exported_as, bool rdma);
   // The allocation's own memfd; -1 if it was not made to be exported so.
   int export_file(std::uint64_t handle, unsigned as) const;
   // An allocation that another process, or this one, exported.
@@ -68,6 +68,9 @@ class SimMemory {
     int device = 0;
     std::size_t mappings = 0;
     unsigned references = 1;
+    bool rdma = false;
+    std::uint64_t first = 0;  // the mapping made while there was no other; 0 once it is gone
+    bool is_spoiled = false;  // cannot be mapped again while a mapping is left
   };
   struct Mapping {
     std::size_t size = 0;
@@ -81,6 +84,7 @@ class SimMemory {
   bool whole_mappings(Address at, std::size_t size, Mappings::iterator* first,
                       Mappings::iterator* last);
   bool inside_one_range(Address at, std::size_t size) const;
+  void spoil(const Mapping& mapping, CUmemAccess_flags access);
   void forget_if_unused(std::map<std::uint64_t, Allocation>::iterator allocation);
 
   int memfd_;

@@ -208,8 +208,8 @@ SIMCUDA_ENTRY(cuMemCreate)(CUmemGenericAllocationHandle* handle, size_t size,
                     return CUDA_ERROR_NOT_PERMITTED;
                   const int device = properties->location.id;
                   std::uint64_t made = 0;
-                  const CUresult code =
-                      s.model->memory.create(&made, size, device, s.free_memory(device), types);
+                  const CUresult code = s.model->memory.create(&made, size, device,
+                                                               s.free_memory(device), types, rdma);
                   if (code == CUDA_SUCCESS) result = *handle = made;
                   return code;
                 });
