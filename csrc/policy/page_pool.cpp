@@ -25,7 +25,9 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// How long a wait sleeps before it looks again without having been woken.
+// How long a wait sleeps before it looks again without having been woken: at first, because most
+// work on a device ends in microseconds, and at most.
+constexpr std::chrono::nanoseconds kFirstLook = std::chrono::microseconds(20);
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 // How often the worker looks whether readers in other processes have gone on, or died.
 constexpr std::chrono::nanoseconds kLookAtReaders = std::chrono::milliseconds(20);
@@ -212,11 +214,13 @@ void PagePool::await(PoolLock& lock, const char* operation, const char* what,
                      const std::function<bool()>& done) {
   if (done()) return;
   const trace::Span span(trace::What::wait, 0, 0);
+  auto look = kFirstLook;
   for (const auto until = steady_clock::now() + options_.patience; !done();) {
     store_.raise_if_broken();
     if (steady_clock::now() >= until)
       throw TimedOut(operation, options_.patience, std::string(what) + " has not ended");
-    wait_changed(lock, steady_clock::now() + kLook);
+    wait_changed(lock, steady_clock::now() + look);
+    look = std::min(2 * look, kLook);
   }
 }
 

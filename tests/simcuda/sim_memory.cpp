@@ -219,24 +219,24 @@ CUresult SimMemory::unmap(Address at, std::size_t size) {
 CUresult SimMemory::set_access(Address at, std::size_t size, CUmemAccess_flags access) {
   Mappings::iterator first, last;
   if (!whole_mappings(at, size, &first, &last)) return CUDA_ERROR_INVALID_VALUE;
+  if (std::any_of(first, last, [&](const auto& each) { return spoils(each.second, access); }))
+    return CUDA_ERROR_UNKNOWN;
   const int protection = access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE
                          : access == CU_MEM_ACCESS_FLAGS_PROT_READ    ? PROT_READ
                                                                       : PROT_NONE;
   expect(mprotect(pointer(at), size, protection) == 0, "mprotect");
-  for (auto it = first; it != last; ++it) {
-    spoil(it->second, access);
-    it->second.access = access;
-  }
+  for (auto it = first; it != last; ++it) it->second.access = access;
   return CUDA_SUCCESS;
 }
 
-// As driver 580 on an H200 (benchmarks/results): memory made for RDMA cannot be mapped again once a
-// mapping of it gets write access while the first one is gone.
-void SimMemory::spoil(const Mapping& mapping, CUmemAccess_flags access) {
+// As driver 580 on an H200 (benchmarks/results): once a mapping of memory that is made for RDMA
+// gets write access while its first mapping is gone, later mappings and accesses are refused.
+bool SimMemory::spoils(const Mapping& mapping, CUmemAccess_flags access) {
   Allocation& allocation = allocations_.at(mapping.handle);
-  const bool becomes_writable =
-      access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE && mapping.access != access;
-  if (allocation.rdma && becomes_writable && allocation.first == 0) allocation.is_spoiled = true;
+  if (mapping.access == access || !allocation.rdma) return false;
+  if (allocation.is_spoiled) return true;
+  allocation.is_spoiled = access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE && allocation.first == 0;
+  return false;
 }
 
 bool SimMemory::whole_mappings(Address at, std::size_t size, Mappings::iterator* first,
