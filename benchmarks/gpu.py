@@ -291,7 +291,7 @@ def retain_context() -> None:
 
 @cache
 def has_rdma() -> bool:
-    """Whether memory is made with the GPUDirect RDMA flag, as vtensor's own driver does."""
+    """Whether memory can be made for GPUDirect RDMA; then that of the recorded calls is."""
     retain_context()
     attribute = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
     return bool(must(cuda.cuDeviceGetAttribute(attribute, 0)))
@@ -324,8 +324,8 @@ def granularity() -> int:
     return must(cuda.cuMemGetAllocationGranularity(properties(), minimum))
 
 
-def create(size: int, handle_type: int = 0, rdma: bool | None = None) -> Answer:
-    return cuda.cuMemCreate(size, properties(handle_type, has_rdma() if rdma is None else rdma), 0)
+def create(size: int, handle_type: int = 0) -> Answer:
+    return cuda.cuMemCreate(size, properties(handle_type), 0)
 
 
 def reserve(size: int, alignment: int = 0) -> Answer:
@@ -717,7 +717,6 @@ def page_s_life() -> list[str]:
 
 
 def calls() -> None:
-    fact("handles are made with the GPUDirect RDMA flag", has_rdma())
     with ThreadPoolExecutor(1) as other:
         fact("VMM calls in a thread without a context", ", ".join(other.submit(page_s_life).result(30)))
     count = pick(64, 2)
@@ -955,13 +954,13 @@ def handle_types() -> None:
         """Microseconds of one, the mean of some."""
         taken = 0.0
         for _ in range(count := pick(32, 2)):
-            taken += clocked(kept, handles, create, PAGE, kind, False)
+            taken += clocked(kept, handles, create, PAGE, kind)
             must(cuda.cuMemRelease(handles.pop()))
         return taken / count
 
     samples = {"again": partial(creations, 0)}
     for name, kind in HANDLE_TYPES.items():
-        answer = create(PAGE, kind, False)
+        answer = create(PAGE, kind)
         fact(f"cuMemCreate with {name}", name_of(answer))
         if answer[0] == 0:
             must(cuda.cuMemRelease(answer[1]))

@@ -21,6 +21,7 @@ def simulated_cuda_pool(
     zero: ZeroPolicy = "new_owner",
     device: int = 0,
     shareable: bool = False,
+    rdma: bool = False,
     **options: Any,
 ) -> Pool:
     """Makes a pool whose CUDA driver calls a simulated libcuda over host memory.
@@ -29,7 +30,7 @@ def simulated_cuda_pool(
 
     Args:
         library: path of the simulated libcuda. Defaults to ``$VTENSOR_SIMCUDA``.
-        page_size, budget, zero, device, shareable: as for :class:`~vtensor.Pool`.
+        page_size, budget, zero, device, shareable, rdma: as for :class:`~vtensor.Pool`.
         options: as for :func:`vtensor.testing.host_pool`.
 
     Raises:
@@ -51,6 +52,7 @@ def simulated_cuda_pool(
         library=os.fspath(library),
         memory_is_host_memory=True,
         shareable=bool(shareable),
+        rdma=bool(rdma),
         options=pool_options(budget, zero, **options),
     )
     return Pool._over(core, torch.device("cuda", device))

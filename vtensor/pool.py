@@ -147,10 +147,13 @@ class Pool(Closes, Drawn):
             put in a queue of ``multiprocessing`` or ``torch.multiprocessing``. A process that gets one
             tensor of the pool can read all of its memory, so what is not for the same readers belongs in
             another pool. ``stats().sharing`` says how its pages go to another process.
+        rdma: CUDA: network adapters can be given the memory (GPUDirect RDMA). Pages that forks share are then
+            not mapped read-only, because drivers refuse to share such memory once more: call
+            :meth:`VTensor.unshare` before a write by other means than the tensor's own methods.
 
     Raises:
-        InvalidArgument: a page size, budget, name or policy that makes no sense, or a budget other than the
-            one that pools of the name have.
+        InvalidArgument: a page size, budget, name or policy that makes no sense, a budget other than the one
+            that pools of the name have, or ``rdma`` on a device without it.
         VTensorError: pools of the name belong to another version of vtensor, or there are 128 of them.
         TimedOut: a stopped process has the shared budget locked.
         DriverError: the driver is missing or refuses; ``call`` and ``name`` say which call and why.
@@ -168,6 +171,7 @@ class Pool(Closes, Drawn):
         device_reserve: Bytes = 0,
         shared_budget: str | None = None,
         shareable: bool = False,
+        rdma: bool = False,
     ) -> None:
         device = device_of("Pool", device)
         size = checked_page_size(page_size)
@@ -189,6 +193,7 @@ class Pool(Closes, Drawn):
                 library="",
                 memory_is_host_memory=False,
                 shareable=bool(shareable),
+                rdma=bool(rdma),
                 options=options,
             )
         else:

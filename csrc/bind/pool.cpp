@@ -109,10 +109,11 @@ std::shared_ptr<PagePool> host_pool(std::size_t page_size, bool strict_holes, bo
 }
 
 std::shared_ptr<PagePool> cuda_pool(int device, std::size_t page_size, const std::string& library,
-                                    bool memory_is_host_memory, bool shareable,
+                                    bool memory_is_host_memory, bool shareable, bool rdma,
                                     const PoolOptions& options) {
   return in_pool("Pool", [&] {
-    CudaOptions cuda{.device = device, .shareable = shareable, .page_size = page_size};
+    CudaOptions cuda{
+        .device = device, .shareable = shareable, .rdma = rdma, .page_size = page_size};
     if (!library.empty()) cuda.library = library;
     cuda.memory_is_host_memory = memory_is_host_memory;
     cuda.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(options.patience);
@@ -217,7 +218,7 @@ void bind_pool(nb::module_& module) {
 
   module.def("host_pool", &host_pool, "page_size"_a, "strict_holes"_a, "shareable"_a, "options"_a);
   module.def("cuda_pool", &cuda_pool, "device"_a, "page_size"_a, "library"_a,
-             "memory_is_host_memory"_a, "shareable"_a, "options"_a);
+             "memory_is_host_memory"_a, "shareable"_a, "rdma"_a, "options"_a);
 }
 
 }  // namespace vtensor::bind

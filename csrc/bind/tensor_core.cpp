@@ -508,7 +508,8 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
     }));
   });
   positions_ = {0, kept + n};
-  stale_until_ = stale;
+  // The pages that moved have what was truncated.
+  stale_until_ = spec_.zeroed ? buffer_->geometry().reach(positions_) : stale;
   try {
     publish(self);
   } catch (...) {

@@ -87,7 +87,6 @@ class CudaDriver final : public Driver {
   int attribute(CUdevice_attribute which);
   void find_device(const CudaOptions& options);
   void choose_exports();
-  void probe_rdma();
   void probe_exports();
   template <typename Body>
   bool accepts(Body body);
@@ -131,8 +130,13 @@ void CudaDriver::open(const CudaOptions& options) {
   }
   properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties_.location = cuda_.location;
-  properties_.allocFlags.gpuDirectRDMACapable =
-      attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) != 0;
+  if (options.rdma) {
+    if (attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) == 0)
+      throw InvalidArgument("[Pool] rdma=True was asked for, cuda:", cuda_.device,
+                            " makes no memory for GPUDirect RDMA: leave it out");
+    properties_.allocFlags.gpuDirectRDMACapable = 1;
+    mappings_.leave_writable();
+  }
 
   traits_.name = "cuda";
   traits_.asynchronous = true;
@@ -160,7 +164,6 @@ void CudaDriver::open(const CudaOptions& options) {
   side_stream_ = streams_.side();
   copy_stream_ = streams_.copies();
   if (options.uuid != DeviceUuid{}) return;  // a reader makes no pages of its own
-  probe_rdma();
   if (options.shareable) choose_exports();
 }
 
@@ -186,12 +189,6 @@ void CudaDriver::find_device(const CudaOptions& options) {
   }
   throw InvalidArgument("[Pool] device cuda:", options.device, " was asked for, there are ", count,
                         " CUDA devices: name one of them, or check CUDA_VISIBLE_DEVICES");
-}
-
-// Some machines have the attribute and refuse the flag all the same.
-void CudaDriver::probe_rdma() {
-  if (properties_.allocFlags.gpuDirectRDMACapable == 0) return;
-  if (!accepts([this] { destroy(create(1), 1); })) properties_.allocFlags.gpuDirectRDMACapable = 0;
 }
 
 // Fabric handles first: they take no descriptors. A device may have the attribute and refuse to

@@ -153,13 +153,13 @@ CUresult CudaMappings::set_access(Address at, std::size_t pages, Access access) 
     const std::size_t bytes = pages * cuda_.page_size;
     return cuda_.call_at(cuda_.cuMemSetAccess, at, bytes, at, bytes, &wanted, std::size_t{1});
   };
-  if (access == Access::copy_on_write && !read_only_refused_.load(std::memory_order_relaxed)) {
+  if (access == Access::copy_on_write && !leaves_writable_.load(std::memory_order_relaxed)) {
     const CUresult code = set(CU_MEM_ACCESS_FLAGS_PROT_READ);
     if (code != CUDA_ERROR_NOT_SUPPORTED && code != CUDA_ERROR_INVALID_VALUE) return code;
     // Either the device has no read-only mappings, or the pages are wrong: then this is refused
     // too.
     const CUresult writable = set(CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
-    if (writable == CUDA_SUCCESS) read_only_refused_.store(true, std::memory_order_relaxed);
+    if (writable == CUDA_SUCCESS) leaves_writable_.store(true, std::memory_order_relaxed);
     return writable;
   }
   return set(CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
@@ -205,11 +205,9 @@ void CudaMappings::remap(Address at, std::span<const Handle> from, Access from_a
   const bool same = std::ranges::equal(from, to);
   if (from.empty() || (same && from_access == to_access)) return;
   const RelaxedCapture relaxed(cuda_, "remap");
-  // Pages become writable by being mapped anew. Driver 580 refuses every later mapping of memory
-  // that is made for GPUDirect RDMA (with CUDA_ERROR_UNKNOWN) once a mapping of it gets write
-  // access after the first mapping went.
-  if (same && to_access != Access::writable)
+  if (same) {
     return cuda_.check("remap", Call::cuMemSetAccess, set_access(at, to.size(), to_access));
+  }
   // Allocated before the calls: from the first on, nothing but a refusal may come in between.
   const Stretch before{at, {from.begin(), from.end()}}, after{at, {to.begin(), to.end()}};
   cuda_.check("remap", Call::cuMemUnmap, unmap(at, from.size()));

@@ -27,6 +27,12 @@ class CudaMappings {
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access);
 
+  // Copy-on-write pages are left writable from now on, as they are on devices that have no
+  // read-only mappings: then only the in-place operations of VTensor unshare pages (I6). Driver 580
+  // refuses to map memory for RDMA again (CUDA_ERROR_UNKNOWN) once a mapping of it became the only
+  // writable one after its first mapping went.
+  void leave_writable() { leaves_writable_.store(true, std::memory_order_relaxed); }
+
   // Maps `zeros` at each of these pages, copy-on-write, whenever nothing else is mapped there.
   void back_holes(Handle zeros, std::span<const Address> pages);
 
@@ -55,9 +61,7 @@ class CudaMappings {
   CUresult cover(std::span<const Address> holes);
 
   CudaCalls& cuda_;
-  // Some devices have no read-only mappings: then copy-on-write pages are left writable, and only
-  // the in-place operations of VTensor unshare pages (I6).
-  std::atomic<bool> read_only_refused_{false};
+  std::atomic<bool> leaves_writable_{false};
 
   mutable std::mutex records_;             // guards what follows
   std::map<Address, std::size_t> ranges_;  // their pages by address

@@ -218,6 +218,7 @@ struct CudaOptions {
   int device = 0;
   DeviceUuid uuid{};                     // unless zeros: the device with it, whatever its number
   bool shareable = false;                // other processes may read the memory
+  bool rdma = false;                     // network adapters may read and write the memory
   std::size_t page_size = 0;             // 0: the device's recommended granularity, at least 2 MiB
   std::string library = "libcuda.so.1";  // loaded now, not at import
   bool memory_is_host_memory = false;    // a simulated libcuda: tensors are CPU tensors

@@ -281,43 +281,25 @@ TEST_CASE("the driver's end serves a thread without a context, beside a capture"
   CHECK(SimulatedCuda::leaks() == "1 context references 1 streams ");  // the caller's
 }
 
-TEST_CASE("memory is made for GPUDirect RDMA where the device takes the flag") {
-  constexpr std::uint64_t kRefused = 2;  // though the attribute says that it is supported
-  for (const std::uint64_t supported : {std::uint64_t{1}, std::uint64_t{0}, kRefused}) {
+TEST_CASE("memory is made for GPUDirect RDMA where that is asked for") {
+  for (const bool wanted : {false, true}) {
     SimulatedCuda::prepare();
-    SimulatedCuda::control().configure("rdma", supported);
-    const auto driver = SimulatedCuda::open();
+    CudaOptions asked = options();
+    asked.rdma = wanted;
+    const auto driver = make_cuda_driver(asked);
     SimulatedCuda::control().log(1);
     driver->create(1);
     REQUIRE(SimulatedCuda::control().log_lines() == 3);  // between two of the capture mode
-    const std::string wanted = supported == 1 ? "rdma=1" : "rdma=0";
-    CHECK(SimulatedCuda::control().line(1).find(wanted) != std::string::npos);
-  }
-}
-
-TEST_CASE("the flag for GPUDirect RDMA is dropped only where it is what is refused") {
-  for (const CUresult code :
-       {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_NOT_SUPPORTED}) {
-    SimulatedCuda::prepare();
-    SimulatedCuda::control().fail("cuMemCreate", 0, 1, code);
-    const auto driver = SimulatedCuda::open();
-    SimulatedCuda::control().log(1);
-    driver->create(1);
-    CHECK(SimulatedCuda::control().line(1).find("rdma=0") != std::string::npos);
+    CHECK(SimulatedCuda::control().line(1).find(wanted ? "rdma=1" : "rdma=0") != std::string::npos);
   }
   SimulatedCuda::prepare();
-  SimulatedCuda::control().fail("cuMemCreate", 0, 1, CUDA_ERROR_ILLEGAL_ADDRESS);
-  check_refused<DriverError>(options(), "cuMemCreate", "CUDA_ERROR_ILLEGAL_ADDRESS");
-}
-
-TEST_CASE("a full device says nothing of GPUDirect RDMA") {
-  SimulatedCuda::prepare();
-  SimulatedCuda::control().configure("memory", 0);
-  const auto driver = SimulatedCuda::open();
-  SimulatedCuda::control().configure("memory", kPageSize);
-  SimulatedCuda::control().log(1);
-  driver->create(1);
-  CHECK(SimulatedCuda::control().line(1).find("rdma=1") != std::string::npos);
+  SimulatedCuda::control().configure("rdma", 0);
+  CudaOptions asked = options();
+  asked.rdma = true;
+  CHECK_THROWS_WITH_AS(make_cuda_driver(asked),
+                       "[Pool] rdma=True was asked for, cuda:0 makes no memory for GPUDirect RDMA: "
+                       "leave it out",
+                       InvalidArgument);
 }
 
 TEST_CASE("no call is made that the driver must refuse, up to the driver's end") {

@@ -123,7 +123,10 @@ def test_growth_inside_a_page_makes_no_driver_call(pool):  # I15
     t.close()
 
 
-def test_pages_are_shared_again_after_their_first_owner_went(pool):  # I6
+@pytest.mark.parametrize("rdma", [False, True])
+def test_pages_are_shared_again_after_their_first_owner_went(device, rdma):  # I6
+    """Driver 580 refuses that of memory for RDMA that was mapped read-only."""
+    pool = device.pool(page_size=PAGE, budget=64 * PAGE, rdma=rdma)
     t = bytes_tensor(pool, 2).fill_(1)
     for value in range(2, 6):
         child = t.fork()
@@ -131,5 +134,7 @@ def test_pages_are_shared_again_after_their_first_owner_went(pool):  # I6
         pool.wait_idle()
         t = child.fill_(value)  # the only owner: its pages become writable where they are
     assert pool.stats().pages_used == 2
-    assert bool((t.fork() == 5).all())
-    t.close()
+    fork = t.fork()
+    assert bool((fork.add_(1) == 6).all()) and bool((t == 5).all())
+    t.close(), fork.close()
+    pool.close()

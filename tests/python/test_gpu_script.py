@@ -25,7 +25,8 @@ esac
 echo "$said" | tee -a "$SAID"
 if [[ -n $FAILS && $said = *$FAILS* ]]; then exit 1; fi
 """
-FILES = ("cuda_mapping", "cuda_tensor", "shared_memory", "beside_cuda_core", "torch_memory", "attention")
+FILES = ("cuda_mapping", "cuda_tensor", "serving", "shared_memory", "beside_cuda_core")
+FILES += ("torch_memory", "generate", "attention")
 TESTS = [f"test tests/gpu/test_{name}.py" for name in FILES]
 SETUP = ["build", "first questions"]  # side by side
 

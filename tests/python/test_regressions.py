@@ -16,7 +16,7 @@ from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
 from support import run_snippet
-from vtensor import testing
+from vtensor import testing, together
 from vtensor.replay import read_trace
 from vtensor.serving import Request
 
@@ -60,7 +60,7 @@ def test_rows_chosen_from_a_fork_show_nothing_that_its_parent_truncated(pool):
     assert f.extend(5).tolist() == [[9, 9, 0, 0, 0, 0, 0]] * 3
 
 
-@pytest.mark.parametrize("derive", ["same", "fork", "reallocate", "reindex"])
+@pytest.mark.parametrize("derive", ["same", "fork", "reallocate", "reserve", "reindex"])
 def test_zeros_extend_with_zeros(pool, derive):
     page = pool.page_size // 4
     t = vtensor.zeros(2, 0, grow_dim=1, capacity=64 * page, pool=pool)
@@ -70,6 +70,7 @@ def test_zeros_extend_with_zeros(pool, derive):
         "same": lambda: t,
         "fork": lambda: t.fork(),
         "reallocate": lambda: t.reallocate(128 * page),
+        "reserve": lambda: together.reserve(t, 128 * page) or t,
         "reindex": lambda: t.reindex([0, 1, 1]),
     }[derive]()
     length = derived.length
@@ -83,6 +84,15 @@ def test_zeros_extend_with_zeros_after_a_front_shrink(pool):
     t.fill_(7)
     t.shrink(2 * page, front=True).extend(2 * page)  # the pages given back come again, at other slots
     assert t[:page].eq(7).all() and t[page:].eq(0).all()
+
+
+def test_zeros_extend_with_zeros_after_a_move(pool):
+    page = pool.page_size // 4
+    options = {"grow_dim": 0, "capacity": 4 * page, "when_full": "move", "pool": pool}
+    t = vtensor.zeros(0, **options).extend(4 * page).fill_(7)
+    t.shrink(2 * page, front=True).truncate(page + 5)
+    t.extend(page)  # moves
+    assert t.extend(page)[page + 5 :].eq(0).all()
 
 
 def test_a_tensor_that_moved_with_a_view_alive_can_be_written(simcuda):

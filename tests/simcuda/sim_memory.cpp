@@ -209,6 +209,7 @@ CUresult SimMemory::unmap(Address at, std::size_t size) {
   for (auto it = first; it != last; ++it) {
     const auto allocation = allocations_.find(it->second.handle);
     if (it->second.number == allocation->second.first) allocation->second.first = 0;
+    if (it->second.access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) --allocation->second.writable;
     if (--allocation->second.mappings == 0) allocation->second.is_spoiled = false;
     forget_if_unused(allocation);
   }
@@ -219,24 +220,29 @@ CUresult SimMemory::unmap(Address at, std::size_t size) {
 CUresult SimMemory::set_access(Address at, std::size_t size, CUmemAccess_flags access) {
   Mappings::iterator first, last;
   if (!whole_mappings(at, size, &first, &last)) return CUDA_ERROR_INVALID_VALUE;
-  if (std::any_of(first, last, [&](const auto& each) { return spoils(each.second, access); }))
+  if (!std::all_of(first, last, [&](auto& each) { return change_access(each.second, access); }))
     return CUDA_ERROR_UNKNOWN;
   const int protection = access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE
                          : access == CU_MEM_ACCESS_FLAGS_PROT_READ    ? PROT_READ
                                                                       : PROT_NONE;
   expect(mprotect(pointer(at), size, protection) == 0, "mprotect");
-  for (auto it = first; it != last; ++it) it->second.access = access;
   return CUDA_SUCCESS;
 }
 
-// As driver 580 on an H200 (benchmarks/results): once a mapping of memory that is made for RDMA
-// gets write access while its first mapping is gone, later mappings and accesses are refused.
-bool SimMemory::spoils(const Mapping& mapping, CUmemAccess_flags access) {
+// False where it is refused, as by driver 580 on an H200 (benchmarks/results): once a mapping of
+// memory that is made for RDMA becomes the only writable one while its first mapping is gone, later
+// mappings and accesses are refused.
+bool SimMemory::change_access(Mapping& mapping, CUmemAccess_flags access) {
+  if (mapping.access == access) return true;
   Allocation& allocation = allocations_.at(mapping.handle);
-  if (mapping.access == access || !allocation.rdma) return false;
-  if (allocation.is_spoiled) return true;
-  allocation.is_spoiled = access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE && allocation.first == 0;
-  return false;
+  if (allocation.is_spoiled) return false;
+  if (mapping.access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) --allocation.writable;
+  if (access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
+    allocation.is_spoiled = allocation.rdma && allocation.writable == 0 && allocation.first == 0;
+    ++allocation.writable;
+  }
+  mapping.access = access;
+  return true;
 }
 
 bool SimMemory::whole_mappings(Address at, std::size_t size, Mappings::iterator* first,

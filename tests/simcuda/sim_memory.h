@@ -69,8 +69,9 @@ class SimMemory {
     std::size_t mappings = 0;
     unsigned references = 1;
     bool rdma = false;
-    std::uint64_t first = 0;  // the mapping made while there was no other; 0 once it is gone
-    bool is_spoiled = false;  // refuses mappings, and access to them, while one is left
+    std::uint64_t first = 0;   // the mapping made while there was no other; 0 once it is gone
+    std::size_t writable = 0;  // mappings
+    bool is_spoiled = false;   // refuses mappings, and access to them, while one is left
   };
   struct Mapping {
     std::size_t size = 0;
@@ -84,7 +85,7 @@ class SimMemory {
   bool whole_mappings(Address at, std::size_t size, Mappings::iterator* first,
                       Mappings::iterator* last);
   bool inside_one_range(Address at, std::size_t size) const;
-  bool spoils(const Mapping& mapping, CUmemAccess_flags access);
+  bool change_access(Mapping& mapping, CUmemAccess_flags access);
   void forget_if_unused(std::map<std::uint64_t, Allocation>::iterator allocation);
 
   int memfd_;

@@ -198,7 +198,7 @@ SIMCUDA_ENTRY(cuMemCreate)(CUmemGenericAllocationHandle* handle, size_t size,
   return answer("cuMemCreate", Needs::vmm, {{"size", size}, {"rdma", rdma}, {"flags", flags}},
                 [&](Sim& s, Result& result) {
                   if (flags != 0 || size == 0 || !is_aligned(s, 0, size) ||
-                      !is_device_memory(s, properties) || (rdma && s.settings.rdma != 1)) {
+                      !is_device_memory(s, properties) || (rdma && s.settings.rdma == 0)) {
                     return CUDA_ERROR_INVALID_VALUE;
                   }
                   const CUmemAllocationHandleType types = properties->requestedHandleTypes;

@@ -8,8 +8,7 @@
 //   vmm          SIMCUDA_VMM          1 where they have virtual memory management (1)
 //   granularity  SIMCUDA_GRANULARITY  bytes, minimum and recommended (2 MiB, as on real devices)
 //   read_only    SIMCUDA_READ_ONLY    1 where cuMemSetAccess takes PROT_READ (1)
-//   rdma         SIMCUDA_RDMA         1 where cuMemCreate takes the GPUDirect RDMA flag, 2 where it
-//                                     refuses it though the attribute says otherwise (1)
+//   rdma         SIMCUDA_RDMA         1 where cuMemCreate takes the GPUDirect RDMA flag (1)
 //   pointers     SIMCUDA_POINTERS     addresses of which cuPointerGetAttribute gives a pointer
 //                                     beside those mapped with access: 1 mapped without, 2
 //                                     reserved, 3 both (1)
