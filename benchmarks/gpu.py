@@ -717,6 +717,7 @@ def page_s_life() -> list[str]:
 
 
 def calls() -> None:
+    retain_context()  # in this thread, and not first in the other
     with ThreadPoolExecutor(1) as other:
         fact("VMM calls in a thread without a context", ", ".join(other.submit(page_s_life).result(30)))
     count = pick(64, 2)
