@@ -86,15 +86,6 @@ def test_zeros_extend_with_zeros_after_a_front_shrink(pool):
     assert t[:page].eq(7).all() and t[page:].eq(0).all()
 
 
-def test_zeros_extend_with_zeros_after_a_move(pool):
-    page = pool.page_size // 4
-    options = {"grow_dim": 0, "capacity": 4 * page, "when_full": "move", "pool": pool}
-    t = vtensor.zeros(0, **options).extend(4 * page).fill_(7)
-    t.shrink(2 * page, front=True).truncate(page + 5)
-    t.extend(page)  # moves
-    assert t.extend(page)[page + 5 :].eq(0).all()
-
-
 def test_a_tensor_that_moved_with_a_view_alive_can_be_written(simcuda):
     """I6 on CUDA: its pages are shared with the view, and a write to it unshares them."""
     page = simcuda.page_size // 4
