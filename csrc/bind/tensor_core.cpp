@@ -269,7 +269,7 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
   const trace::Span span = traced(trace::What::extend, positions_.end, n);
   if (positions_.end + n > spec_.capacity) {
     move_to_front(self, operation, n, populate);
-    return source != nullptr && fill_from(caller, *source, positions_.end - n, n);
+    return false;
   }
   const Interval before = positions_;
   const Interval after{before.begin, before.end + n};
