@@ -35,13 +35,12 @@ def prompts(batch: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("method", [{"num_beams": 1}, {"num_beams": 4}], ids=["greedy", "beams"])
 def test_generate_gives_the_same_tokens(llama, pool, method):
     options = {"do_sample": False, "max_new_tokens": 40, **method}
-    ids = prompts(2, 3000)  # 8,192 tokens of 4 heads of 64 in float32 fill a page of 2 MiB
+    ids = prompts(2, 3000)  # two pages of 2 MiB a row: 2,048 tokens of 4 heads of 64 in float32 fill one
     expected = llama.generate(ids, past_key_values=transformers.DynamicCache(config=llama.config), **options)
     cache = VTensorCache(llama.config, 16384, pool)
     assert torch.equal(llama.generate(ids, past_key_values=cache, **options), expected)
     assert pool.stats().pages_used >= 2 * SIZES["num_hidden_layers"]
     cache.reset()
-    del cache
 
 
 def test_a_conversation_goes_on_over_page_borders(llama, pool):
@@ -53,4 +52,3 @@ def test_a_conversation_goes_on_over_page_borders(llama, pool):
         assert torch.equal(llama.generate(ids, past_key_values=ours, **options), expected)
         ids = torch.cat([expected, prompts(1, 700)], 1)
     ours.reset()
-    del ours

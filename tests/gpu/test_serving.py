@@ -7,7 +7,7 @@ import torch
 
 import vtensor
 from devices import PAGE
-from vtensor.testing.kv_model import Request, check_contents, own_values, value_of, write
+from vtensor.testing.kv_model import Request, check_contents, own_values, write
 
 LAYERS, HEADS, DIM = 2, 2, 64
 UNIT = PAGE // (HEADS * DIM * 4)  # tokens to a page of a row in float32: 4,096
@@ -67,8 +67,7 @@ def test_requests_grow_and_what_is_reused_shows_no_others(cache):  # I2, I7
 
 
 def test_a_prefix_is_computed_once_and_forks_part_at_a_write(cache):  # I6
-    values = [value_of("", PROMPT[: i + 1]) for i in range(0, len(PROMPT), 997)]
-    values = [values[i // 997] for i in range(len(PROMPT))]
+    values = [i % 1000 for i in PROMPT]
     first = begun(cache, values)
     assert cache.publish(first, PROMPT) == 2 * UNIT
     second = begun(cache, values, tokens=PROMPT)
