@@ -429,7 +429,12 @@ void Buffer::want(std::size_t index_end, bool soon) {
   try {
     range_.reserve({0, index_end});
     pool_->want(shared_from_this());
-    range_.set_why({std::max(owned_until(), ready_end_), index_end}, Why::prefetched);
+    // Shared pages that wait to be unmapped go: growth would have to copy them.
+    const Interval ahead{std::max(owned_until(), ready_end_), index_end};
+    const std::size_t end =
+        shares() ? range_.first_not(ahead, [](Entry e) { return !is_copy_on_write(e); })
+                 : ahead.end;
+    range_.set_why({ahead.begin, end}, Why::prefetched);
     if (soon) pool_->wake_mapper();
   } catch (const std::bad_alloc&) {
     // Growth that needs the pages raises it.

@@ -133,17 +133,27 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
     if (!one.copy_on_write.empty()) one.buffer.await_streams(lock, caller);
   }
   std::size_t to_unshare = 0;
-  for (bool again = true; again;) {
-    again = false;
-    for (Growing& one : all) again |= one.buffer.await_turn(lock, caller);
-    if (again) continue;  // while one was waited for, another may have become busy
+  const auto needed = [&]() VT_LOCKED {
     std::size_t missing = 0;
     for (Growing& one : all) {
       one.look();
       missing += one.missing;
     }
     to_unshare = fresh_pages_for(all);
-    again = MakeRoom(*pool).ready(lock, caller.operation, missing + to_unshare);
+    return missing + to_unshare;
+  };
+  for (bool again = true; again;) {
+    again = false;
+    for (Growing& one : all) again |= one.buffer.await_turn(lock, caller);
+    if (again) continue;  // while one was waited for, another may have become busy
+    const std::size_t pages = needed();
+    try {
+      again = MakeRoom(*pool).ready(lock, caller.operation, pages);
+    } catch (const OutOfPages&) {
+      // Pages that have left meanwhile may have been shared with these alone.
+      again = needed() < pages;
+      if (!again) throw;
+    }
   }
   for (Growing& one : all) one.begin(lock);
   std::vector<Reservation::Arrival*> arriving;

@@ -103,6 +103,33 @@ def test_pages_that_work_still_uses_are_waited_for_if_asked(sim, stream_pool):
 
 
 @pytest.mark.exact
+def test_a_page_that_the_other_slot_truncates_needs_no_copy_once_it_has_left(sim, stream_pool):
+    """It is copied while both have it, for which there is no page."""
+    with make_cache(stream_pool(2 * RANGES)) as cache:
+        slot = filled(cache, UNIT + 1)
+        (fork,) = cache.fork(slot)
+        stream = sim.stream(held=True)
+        cache.truncate(slot, UNIT, stream)
+        released = threading.Timer(0.05, sim.release, [stream])
+        released.start()
+        assert grown(cache, fork, UNIT + 2) and used(cache) == 2 * RANGES
+        released.join()
+        check_contents(cache, fork, range(UNIT + 1))
+
+
+def test_a_truncated_slot_asks_for_no_page_that_another_has():
+    """Nothing is ahead of need that would have to be copied (I4): the other slot keeps it alone."""
+    pool = vtensor.Pool("cpu", page_size=PAGE, budget=2 * RANGES * PAGE)
+    with make_cache(pool, lookahead=UNIT) as cache:
+        slot = filled(cache, UNIT + 1)
+        (fork,) = cache.fork(slot)
+        cache.truncate(slot, UNIT - 1)
+        pool.wait_idle()
+        testing.check_invariants(pool)
+        assert fits_and_steps(cache, lengths_with(cache, fork, UNIT + 2))
+
+
+@pytest.mark.exact
 def test_pages_on_their_way_out_that_others_have_are_no_room_for_what_comes_back(sim, stream_pool):
     """A swapped slot comes back to pages of its own. Those that it shared leave it, and nothing gets them."""
     prompt = range(2 * UNIT + 1)
