@@ -1,7 +1,9 @@
 #include "kv/slot_cache.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <cstring>
 #include <unordered_set>
 #include <utility>
 
@@ -28,23 +30,26 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
 SlotCache::~SlotCache() { close({"KVCache.close"}); }
 
 void SlotCache::share(const Caller& caller) {
+  shown_lengths_.resize(buffers_.shape().slots);
   shown_ = buffers_.share(caller);
   show_lengths();
 }
 
 void SlotCache::show_lengths() noexcept {
   if (shown_ == nullptr) return;
-  const bool arriving = swaps_.any_arriving();  // most often none: a step's slots are cold memory
-  const std::span<const std::int64_t> lengths = lengths_->all();
-  shown_->set_words({0, lengths.size()}, [&, lengths](std::size_t slot) {
-    const bool whole = !expects(slot) && !(arriving && swaps_.is_arriving(slot));
-    return whole ? static_cast<std::uint64_t>(lengths[slot]) : 0;
-  });
+  std::span<const std::int64_t> lengths = lengths_->all();
+  if (swaps_.any_arriving() || std::memchr(expects_.data(), true, expects_.size()) != nullptr) {
+    for (std::size_t slot = 0; slot < lengths.size(); ++slot)
+      shown_lengths_[slot] = expects(slot) || swaps_.is_arriving(slot) ? 0 : lengths[slot];
+    lengths = shown_lengths_;
+  }
+  shown_->set_words(0, lengths);
 }
 
 void SlotCache::hide(std::size_t slot, std::size_t length) noexcept {
   if (shown_ == nullptr || shown_->word(slot) <= length) return;
-  shown_->set_words({slot, slot + 1}, [length](std::size_t) { return length; });
+  const std::array now{static_cast<std::int64_t>(length)};
+  shown_->set_words(slot, now);
 }
 
 void SlotCache::close(const Caller& caller) noexcept {

@@ -178,7 +178,8 @@ class SlotCache {
   std::vector<Prompt> prompts_;        // of each slot
   std::vector<std::uint8_t> expects_;  // of each slot: see expects(); apart for cache lines
   std::size_t prefix_queries_ = 0, prefix_hits_ = 0;  // tokens
-  SharedRange* shown_ = nullptr;  // its words are the slots' lengths; null: no readers
+  SharedRange* shown_ = nullptr;             // its words are the slots' lengths; null: no readers
+  std::vector<std::int64_t> shown_lengths_;  // scratch of show_lengths, if readers see fewer
   // Scratch of one step, kept to avoid allocating.
   std::vector<std::size_t> due_;
   std::vector<Growth> growths_;

@@ -1,6 +1,7 @@
 #include "tensor/buffer.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <utility>
@@ -401,8 +402,9 @@ Interval Buffer::shown() const noexcept {
 }
 
 void Buffer::show(Interval positions) noexcept {
-  range_.shared()->set_words(
-      {0, 2}, [positions](std::size_t n) { return n == 0 ? positions.begin : positions.end; });
+  const std::array words{static_cast<std::int64_t>(positions.begin),
+                         static_cast<std::int64_t>(positions.end)};
+  range_.shared()->set_words(0, words);
 }
 
 // -- look-ahead

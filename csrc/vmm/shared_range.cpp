@@ -3,7 +3,9 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -90,6 +92,17 @@ void SharedRange::publish() noexcept {
   // Before `oldest_held` looks: a reader that it does not see yet sees this version.
   parts_.header().table_version.store(version_, std::memory_order_seq_cst);
   changing_ = false;
+}
+
+void SharedRange::set_words(std::size_t first, std::span<const std::int64_t> values) noexcept {
+  void* const words = &parts_.word(first);
+  if (closed() || std::memcmp(words, values.data(), values.size_bytes()) == 0) return;
+  shared::Word& version = parts_.header().words_version;
+  const std::uint64_t now = version.load(std::memory_order_relaxed);
+  // Acquire: readers that see a part of the words see the odd version.
+  version.exchange(now + 1, std::memory_order_acquire);
+  std::memcpy(words, values.data(), values.size_bytes());
+  version.store(now + 2, std::memory_order_release);
 }
 
 void SharedRange::set_state(State state) noexcept {

@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
-#include "base/interval.h"
 #include "vmm/page_store.h"
 #include "vmm/pool_lock.h"
 #include "vmm/shared_file.h"
@@ -38,19 +38,9 @@ class SharedRange {
   std::uint64_t word(std::size_t n) const noexcept {
     return parts_.word(n).load(std::memory_order_relaxed);
   }
-  // The words become of(n), as one change to readers; none if they are so already.
-  template <typename Of>
-  void set_words(Interval words, Of of) noexcept {
-    if (closed()) return;
-    shared::Word& version = parts_.header().words_version;
-    const std::uint64_t now = version.load(std::memory_order_relaxed);
-    std::size_t n = words.begin;
-    while (n < words.end && word(n) == of(n)) ++n;
-    if (n == words.end) return;
-    version.store(now + 1, std::memory_order_relaxed);
-    for (; n < words.end; ++n) parts_.word(n).store(of(n), std::memory_order_release);
-    version.store(now + 2, std::memory_order_release);
-  }
+  // The words from `first` on become `values`, as one change to readers; none if they are so
+  // already.
+  void set_words(std::size_t first, std::span<const std::int64_t> values) noexcept;
 
   // Readers learn that the memory is away, or back.
   void set_asleep(bool asleep) noexcept {

@@ -211,7 +211,11 @@ TEST_CASE("what a reader takes is of one moment, however often it changes") {
                        simulated());
   const RangeReader& reader = readers.at(0);
   const auto change = [&](bool table, std::size_t number) {
-    if (!table) return shared->set_words({0, kWords}, [=](std::size_t) { return number; });
+    if (!table) {
+      std::array<std::int64_t, kWords> words;
+      words.fill(static_cast<std::int64_t>(number));
+      return shared->set_words(0, words);
+    }
     const PoolLock lock(pool);
     for (std::size_t n = 0; n < kWords; ++n) {
       const Page page{.handle = n + number % 1000};
@@ -275,7 +279,9 @@ TEST_CASE("a large table is read while it changes, and only where it ever had pa
     std::thread writer([&] {
       while (!over) {
         change(kPages / 4);
-        shared->set_words({0, 2}, [&](std::size_t) { return changes; });
+        const std::array words{static_cast<std::int64_t>(changes),
+                               static_cast<std::int64_t>(changes)};
+        shared->set_words(0, words);
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
       }
     });
