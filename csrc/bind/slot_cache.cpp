@@ -179,23 +179,29 @@ class CacheCore {
       return;
     }
     await(*pool, copied);
-    if (!leaves) return;
     const Operation op(*this, name);
-    without_gil([&] { cache_->swaps().await_departure(caller, slot, layer); });
+    cache_->swaps().settle();  // readers in other processes see what has come back
+    if (leaves) without_gil([&] { cache_->swaps().await_departure(caller, slot, layer); });
   }
 
   // Whether the copies to slots that come back end within that time. A closed cache has none.
   bool await_arrivals(std::chrono::nanoseconds patience) {
-    std::shared_ptr<PagePool> pool;
-    FencePtr copied;
-    try {
-      const SoleOperation operation(mutex_, cache_, "Pool.wait_idle");
-      pool = cache_->pool();
-      copied = cache_->swaps().arrivals();
-    } catch (const Closed&) {
-      return true;
+    const auto until = std::chrono::steady_clock::now() + patience;
+    for (;;) {
+      std::shared_ptr<PagePool> pool;
+      FencePtr copied;
+      try {
+        const SoleOperation operation(mutex_, cache_, "Pool.wait_idle");
+        pool = cache_->pool();
+        copied = cache_->swaps().arrivals();
+        cache_->show_lengths();
+      } catch (const Closed&) {
+        return true;
+      }
+      if (copied == nullptr) return true;
+      const auto left = until - std::chrono::steady_clock::now();
+      if (!without_gil([&] { return wait_for(pool->driver(), copied, left); })) return false;
     }
-    return without_gil([&] { return wait_for(pool->driver(), copied, patience); });
   }
 
   ReaderFiles open_for_readers() {

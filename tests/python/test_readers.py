@@ -723,7 +723,8 @@ def test_a_slot_has_no_tokens_before_its_prefix_is_mapped(kind, other):
         cache.close()
 
 
-def test_a_swapped_slot_has_no_tokens_until_it_is_whole_again(pool, other):
+@pytest.mark.parametrize("idle", [False, True], ids=["wait", "wait_idle"])
+def test_a_swapped_slot_has_no_tokens_until_it_is_whole_again(pool, other, idle):
     cache = make_cache(pool, max_batch=2, max_len=512)
     slot = cache.alloc()
     lengths = [0, 0]
@@ -736,8 +737,7 @@ def test_a_swapped_slot_has_no_tokens_until_it_is_whole_again(pool, other):
     cache.swap_out([slot])
     assert other.sync() is True and other.lengths() == [0, 0]
     cache.swap_in([slot])
-    cache.wait(slot)
-    cache.step(lengths)
+    pool.wait_idle() if idle else cache.wait(slot)
     assert other.sync() is True and other.lengths() == lengths
     assert bool((other.layer(0, slot, 100)[0] == 3).all())
     other.close()
