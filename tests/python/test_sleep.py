@@ -653,7 +653,7 @@ assert len(os.listdir("/proc/self/fd")) == before and cut > 20, cut
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pages_larger_than_a_stage(tmp_path):
+def test_pages_larger_than_a_piece(tmp_path):
     pool = vtensor.Pool("cpu", budget="96MiB", page_size="32MiB", prefetch=0)
     t = vtensor.zeros((48 << 20,), grow_dim=0, capacity=64 << 20, dtype=torch.uint8, pool=pool)
     marks = {(i * 5) << 20: i + 1 for i in range(9)}
