@@ -138,12 +138,14 @@ bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
 bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
                      std::size_t private_copies) {
   if (pages == 0) return false;
+  PageStore& store = pool_.store();
+  Request request(store, pages);
   for (bool unlocked = false;;) {
     unlocked |= free(lock, operation, pages, private_copies);
     try {
-      if (!pool_.store().make_ready(lock, pages)) return unlocked;
+      if (!store.make_ready(lock, pages)) return unlocked;
     } catch (const DeviceOutOfMemory&) {
-      if (!give_up_spare(lock)) throw;
+      if (!take_back(lock, request, sub_sat(pages, store.spare()))) throw;
     }
     unlocked = true;
   }
