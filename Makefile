@@ -1,5 +1,5 @@
 # Thin names for what scripts/ does. `make demo` and `make test` set everything up by themselves.
-.PHONY: help demo test check coverage vllm bench docs gpu stubs format clean
+.PHONY: help demo test check coverage plant vllm bench docs gpu stubs format clean
 .DEFAULT_GOAL := help
 
 help:  ## print this list
@@ -24,6 +24,11 @@ coverage:  ## count the lines of csrc/ that the C++ tests and the quick Python t
 	@scripts/venv.sh dev
 	@scripts/build.sh
 	@scripts/coverage.sh
+
+plant:  ## plant the faults of tests/planted.toml, and see each found by its test (needs doctest)
+	@scripts/venv.sh dev
+	@scripts/build.sh
+	@.venv/bin/python scripts/plant.py
 
 vllm:  ## install vLLM for CPUs under build/vllm, then test the plug-in in it
 	@scripts/vllm.sh tests

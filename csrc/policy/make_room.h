@@ -41,8 +41,8 @@ class MakeRoom {
   // that these replace. Throws OutOfPages, ReserveReached.
   bool free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t private_copies)
       VT_LOCKED;
-  // The same, with their memory made if the driver takes long for that. Throws DeviceOutOfMemory
-  // too.
+  // The same, with their memory made if the driver takes long for that; if the device has none, the
+  // rungs again. Throws DeviceOutOfMemory too.
   bool ready(PoolLock& lock, const char* operation, std::size_t pages,
              std::size_t private_copies = 0) VT_LOCKED;
   // Returns with at most `pages` pages in use or kept. Throws OutOfPages, of `bytes` asked for.
