@@ -332,6 +332,7 @@ def test_the_command_writes_json(tmp_path):
         (["--slo-ttft", -1], "--slo-ttft -1.0"),
         (["--slo-tpot", "nan"], "--slo-tpot nan"),
         (["--max-batch", 10**9], "--max-batch 1000000000: it must be at most 65,536"),
+        (["--max-len", 1], "--max-len 1: the shortest request of the trace has "),
         (["--lookahead", -1], "--lookahead -1: it must be at least 0"),
         (["--lookahead", 10**6], "lookahead is 1000000"),
     ],

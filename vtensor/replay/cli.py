@@ -151,8 +151,14 @@ def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:
     shape = model_shape(arguments.model)
     page_size = parse_bytes(arguments.page_size)
     max_len = _within("--max-len", arguments.max_len, 1)
+    tokens = [row.prompt_tokens + row.output_tokens for row in rows]
     if max_len is None:
-        max_len = max(row.prompt_tokens + row.output_tokens for row in rows)
+        max_len = max(tokens)
+    if max_len < min(tokens):
+        raise InvalidArgument(
+            f"[replay] --max-len {max_len}: the shortest request of the trace has {min(tokens):,} tokens: "
+            "raise it"
+        )
     lookahead = _within("--lookahead", arguments.lookahead, 0)
     return Server(
         shape=shape,
