@@ -351,7 +351,10 @@ std::size_t hammer_one(const PoolOptions& options, bool refuse, std::size_t cycl
       std::this_thread::yield();
     std::mt19937 random(17 + seed);
     std::size_t slept = 0, woke = 0;
-    for (; cycle < cycles && !alone && !pool->store().broken(); ++cycle) {
+    const auto goes_on = [&] {
+      return cycle < cycles || (all.given == 0 && cycle < 40 * cycles);  // the others may be late
+    };
+    for (; goes_on() && !alone && !pool->store().broken(); ++cycle) {
       Sleep sleep(pool);
       for (std::size_t sleeps = 1 + random() % 2; sleeps != 0; --sleeps) {
         sleep.next_number();
@@ -412,7 +415,7 @@ std::size_t hammer_one(const PoolOptions& options, bool refuse, std::size_t cycl
   hammered::check_let_go<T>(last);
   if (alone && all.given != 0) return cycles;
   all.early += alone;
-  return cycle;
+  return std::min(cycle, cycles);
 }
 
 template <class T>
