@@ -381,6 +381,11 @@ std::size_t Buffer::shared_with(const Buffer& other) const {
       ++index;
     same.end = index;
   }
+  // What the kernel has copied at a write is shared no longer.
+  for (const Buffer* const buffer : {this, &other}) {
+    for (const Reservation::Run& copied : private_copies_in(buffer->range_, same))
+      same.end = std::min(same.end, copied.indices.begin);
+  }
   return same.size();
 }
 

@@ -135,3 +135,18 @@ cache.close()
 pool.close()
 """
     ).check()
+
+
+def test_a_write_in_place_to_a_shared_page_goes_out_with_its_slot(pool_factory):
+    """I2: the kernel has copied the page then, and slots that are saved together share it no longer."""
+    with make_cache(pool_factory("host", 400)) as cache:
+        slot = filled(cache, 3 * UNIT)
+        (fork,) = cache.fork(slot)
+        cache[1][0][fork, 2 * UNIT - 1] = 9
+        cache.swap_out([slot, fork])
+        assert cache.swap_in([slot, fork])
+        for one in (slot, fork):
+            cache.wait(one)
+        assert cache[1][0][fork, 2 * UNIT - 1].eq(9).all()
+        check_contents(cache, slot, range(3 * UNIT))
+        check_contents(cache, fork, range(2 * UNIT - 1))
