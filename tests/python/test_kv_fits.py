@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -127,6 +128,17 @@ def test_a_truncated_slot_asks_for_no_page_that_another_has():
         pool.wait_idle()
         testing.check_invariants(pool)
         assert fits_and_steps(cache, lengths_with(cache, fork, UNIT + 2))
+
+
+@pytest.mark.exact
+def test_slots_that_unshare_together_what_readers_may_see_take_a_page_each(pool_factory, kind):
+    """None of them keeps the page: it stays for the readers (I5)."""
+    with make_cache(pool_factory(kind, 2 * RANGES, shareable=True)) as cache:
+        slot = filled(cache, UNIT // 2)
+        cache.fork(slot)
+        with closing(cache._core.open_for_readers()):
+            assert not fits_and_steps(cache, [length and length + 1 for length in cache.lengths])
+        testing.check_invariants(cache.pool)
 
 
 @pytest.mark.exact
