@@ -89,7 +89,7 @@ CUresult CudaMappings::cover(std::span<const Address> holes) {
   for (const Address hole : holes) {
     CUresult code = map_page(hole, zeros_);
     if (code == CUDA_SUCCESS) {
-      code = set_access(hole, 1, Access::copy_on_write);
+      code = set_access(hole, 1, Access::copy_on_write, true);
       // Without access it is mapped all the same, unless it can be unmapped.
       if (code == CUDA_SUCCESS || unmap(hole, 1) != CUDA_SUCCESS) {
         const std::lock_guard lock(records_);
@@ -144,8 +144,10 @@ CudaMappings::Refusal CudaMappings::map_stretches(std::span<const Stretch> stret
   return {};
 }
 
-// One call for many pages: it costs more than mapping all of them.
-CUresult CudaMappings::set_access(Address at, std::size_t pages, Access access) {
+// One call for many pages: it costs more than mapping all of them. `never_written`: read-only also
+// where shared pages are left writable.
+CUresult CudaMappings::set_access(Address at, std::size_t pages, Access access,
+                                  bool never_written) {
   const auto set = [&](CUmemAccess_flags flags) {
     CUmemAccessDesc wanted{};
     wanted.location = cuda_.location;
@@ -153,7 +155,8 @@ CUresult CudaMappings::set_access(Address at, std::size_t pages, Access access) 
     const std::size_t bytes = pages * cuda_.page_size;
     return cuda_.call_at(cuda_.cuMemSetAccess, at, bytes, at, bytes, &wanted, std::size_t{1});
   };
-  if (access == Access::copy_on_write && !leaves_writable_.load(std::memory_order_relaxed)) {
+  if (access == Access::copy_on_write &&
+      (never_written || !leaves_writable_.load(std::memory_order_relaxed))) {
     const CUresult code = set(CU_MEM_ACCESS_FLAGS_PROT_READ);
     if (code != CUDA_ERROR_NOT_SUPPORTED && code != CUDA_ERROR_INVALID_VALUE) return code;
     // Either the device has no read-only mappings, or the pages are wrong: then this is refused

@@ -54,7 +54,7 @@ class CudaMappings {
   };
   Refusal map_stretches(std::span<const Stretch> stretches, Access access, std::size_t& mapped);
   CUresult map_page(Address at, Handle handle);
-  CUresult set_access(Address at, std::size_t pages, Access access);
+  CUresult set_access(Address at, std::size_t pages, Access access, bool never_written = false);
   CUresult unmap(Address at, std::size_t pages);
   std::vector<Address> holes_in(Address at, std::size_t pages, bool backed) const;
   CUresult uncover(std::span<const Address> holes);

@@ -26,9 +26,11 @@ def mappings(cache) -> set[tuple[int, int]]:
     return {mapping_at(address) for address in first_addresses(cache)}
 
 
+@pytest.mark.parametrize("rdma", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_layers_begin_at_pointers_whatever_slot_0_holds(pool_factory, shape):  # I5, I7
-    with make_cache(pool_factory("simcuda", 2000), shape) as cache:
+def test_layers_begin_at_pointers_whatever_slot_0_holds(pool_factory, shape, rdma):  # I5, I7
+    """No write reaches the zeros, also where shared pages are left writable."""
+    with make_cache(pool_factory("simcuda", 2000, rdma=rdma), shape) as cache:
         (zeros,) = mappings(cache)
         assert zeros[0] != 0 and zeros[1] == READ
         for address in first_addresses(cache):
