@@ -531,9 +531,11 @@ void Client::check(std::unordered_map<const Page*, PageUse>& uses) const {
         throw Error("I3: index ", index, " of row ", row,
                     " is covered by a generation and is not mapped");
       }
-      const bool spare = why == Why::prefetched || why == Why::cached;
-      if (const Page* const page = range_.at(row, index).page();
-          spare && page != nullptr && page->references != 1)
+      // After a move the range that was left has the pages too, until they are unmapped there.
+      const bool copied = is_copy_on_write(range_.at(row, index));
+      const Page* const page = range_.at(row, index).page();
+      if ((why == Why::prefetched && copied) ||
+          (why == Why::cached && page != nullptr && page->references != 1))
         throw Error("I4: index ", index, " of row ", row,
                     " is ahead or cached, and its page shared");
       if (state == EntryState::arriving && !busy_) {
