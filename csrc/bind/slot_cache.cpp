@@ -179,9 +179,12 @@ class CacheCore {
       return;
     }
     await(*pool, copied);
+    if (!leaves) {
+      static_cast<void>(await_arrivals({}));  // so that readers in other processes see the slot
+      return;
+    }
     const Operation op(*this, name);
-    cache_->swaps().settle();  // readers in other processes see what has come back
-    if (leaves) without_gil([&] { cache_->swaps().await_departure(caller, slot, layer); });
+    without_gil([&] { cache_->swaps().await_departure(caller, slot, layer); });
   }
 
   // Whether the copies to slots that come back end within that time. A closed cache has none.

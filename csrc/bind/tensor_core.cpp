@@ -277,6 +277,8 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
   if (!stale.empty() || !buffer_->grow_within(caller, after))
     operation.with_memory([&] { buffer_->grow(caller, after, populate, stale); });
   positions_ = after;
+  // First, because a refused copy may have written a part.
+  if (spec_.zeroed) stale_until_ = std::max(stale_until_, after.end);
   bool copied = false;
   try {
     copied = source != nullptr && fill_from(caller, *source, before.end, n);
@@ -286,7 +288,6 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
     retract(caller);
     throw;
   }
-  if (spec_.zeroed) stale_until_ = std::max(stale_until_, after.end);
   return copied;
 }
 
@@ -335,8 +336,11 @@ bool TensorCore::fill_from(const Caller& caller, const TensorFacts& source, std:
     if (on_host) {
       std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
     } else {
-      buffer_->range().driver().copy(CopyDirection::within, to, reinterpret_cast<void*>(from),
-                                     bytes, caller.stream);
+      // A launch waits while the stream's queue is full, perhaps for another thread.
+      without_gil([&] {
+        buffer_->range().driver().copy(CopyDirection::within, to, reinterpret_cast<void*>(from),
+                                       bytes, caller.stream);
+      });
     }
   }
   return true;

@@ -99,8 +99,9 @@ void SharedRange::set_words(std::size_t first, std::span<const std::int64_t> val
   if (closed() || std::memcmp(words, values.data(), values.size_bytes()) == 0) return;
   shared::Word& version = parts_.header().words_version;
   const std::uint64_t now = version.load(std::memory_order_relaxed);
-  // Acquire: readers that see a part of the words see the odd version.
-  version.exchange(now + 1, std::memory_order_acquire);
+  version.store(now + 1, std::memory_order_relaxed);
+  // Readers that see a part of the words see the odd version.
+  std::atomic_thread_fence(std::memory_order_release);
   std::memcpy(words, values.data(), values.size_bytes());
   version.store(now + 2, std::memory_order_release);
 }

@@ -293,7 +293,7 @@ def child():
 
 
 def test_sleeping_contents_do_not_stay_with_a_child(tmp_path):
-    """The file in a folder has no name: a child that had its descriptor or its mapping would keep its bytes."""
+    """The file in a folder has no name: a child with its descriptor or its mapping would keep its bytes."""
     check(
         f"""
 pool.sleep(contents={str(tmp_path)!r}, tag="tensors")

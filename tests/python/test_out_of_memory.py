@@ -182,7 +182,7 @@ def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full)
 
 
 def test_no_more_goes_than_a_device_without_memory_lacks(sim, stream_pool, emptied, full):
-    """What was freed last is kept for the next one, also where work is still to end on what was freed first."""
+    """What was freed last is kept for the next one, also where work still uses what was freed first."""
     pool = stream_pool(cache=16 * PAGE)
     first, last, stream = filled(pool, 16), filled(pool, 16, capacity=32), sim.stream(held=True)
     first.record_stream(stream)
