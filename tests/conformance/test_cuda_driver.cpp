@@ -269,6 +269,17 @@ TEST_CASE("the driver's end frees a range whose freeing was refused") {  // I14
   CHECK(SimulatedCuda::leaks() == "");
 }
 
+TEST_CASE("the driver's end gives back a page whose release was refused") {  // I14
+  {
+    Bench<SimulatedCuda> bench;
+    const Handle page = bench.driver->create(1);
+    SimulatedCuda::control().fail("cuMemRelease", 0, 1, 999);
+    CHECK_THROWS_AS(bench.driver->destroy(page, 1), DriverError);
+    CHECK(SimulatedCuda::leaks() != "");
+  }
+  CHECK(SimulatedCuda::leaks() == "");
+}
+
 TEST_CASE("the driver's end serves a thread without a context, beside a capture") {  // I14
   Bench<SimulatedCuda> bench;
   const Caller caller(simcuda_library());

@@ -218,6 +218,18 @@ TEST_CASE("zero waits for its turn in the stream, and for nothing itself") {
   CHECK(s.holds(s.range, 0, 0));
 }
 
+TEST_CASE("a copy within the device waits for its turn in the stream") {
+  Scene s;
+  s.control.hold(s.one.number());
+  s.launch(s.one, 0, 7);
+  s.driver->copy(CopyDirection::within, s.range + kPageSize, reinterpret_cast<void*>(s.range),
+                 kPageSize, s.one.stream());
+  s.control.run();
+  CHECK(HostPages::holds(s.range + kPageSize, kPageSize, 2));
+  s.control.release(s.one.number());
+  CHECK(s.holds(s.range, 1, 7));
+}
+
 TEST_CASE("copies start behind the fences, and are whole on return") {
   Scene s;
   const Handle to = s.driver->create(1);

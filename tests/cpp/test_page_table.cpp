@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <random>
 #include <vector>
 
 #include "base/interval.h"
+#include "base/sparse_array.h"
 #include "vmm/page_table.h"
 
 namespace vtensor {
@@ -31,6 +33,17 @@ std::vector<Interval> runs_in(const std::vector<Why>& model, Why why) {
 }
 
 }  // namespace
+
+TEST_CASE("the present elements of a sparse array") {
+  SparseArray<int, 64> all;
+  CHECK(all.next(0) == SIZE_MAX);
+  all.reserve(70, 71);
+  all.reserve(300, 301);
+  CHECK(all.next(0) == 64);
+  CHECK(all.next(70) == 70);
+  CHECK(all.next(128) == 256);
+  CHECK(all.next(320) == SIZE_MAX);
+}
 
 TEST_CASE("reasons against a list of them") {
   constexpr std::size_t kIndices = 300, kRows = 3;

@@ -61,6 +61,16 @@ TEST_CASE("a recording holds what began and ended in it") {
   CHECK(before.dropped() + made.dropped() + next.dropped() == 0);
 }
 
+TEST_CASE("a recording that is full keeps the newest events") {
+  Recording made(64);
+  for (std::uint64_t i = 0; i < 100; ++i) tell(i);
+  made.stop();
+  std::vector<std::uint64_t> newest(64);
+  std::iota(newest.begin(), newest.end(), 36);
+  CHECK(numbers(made.events()) == newest);
+  CHECK(made.dropped() == 36);
+}
+
 TEST_CASE("a recording that is let go stops") {
   {
     const Recording made(64);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import itertools
 import multiprocessing
@@ -486,7 +487,8 @@ def test_plain_pickles_hand_nothing_over(pool):
 
 @on_the_host
 @pytest.mark.parametrize(
-    "wrong", ["text", "memfd", "pipe", "unsealed", "swapped", "other memory", "other words", "cut"]
+    "wrong",
+    ["text", "memfd", "pipe", "unsealed", "shorter", "swapped", "other memory", "other words", "cut"],
 )
 def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
     t = rows(pool, 10)
@@ -503,11 +505,13 @@ def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
         os.close(of_range)
         of_range, end = os.pipe()
         os.close(end)
-    elif wrong == "unsealed":  # as it is, in a file that may be cut
+    elif wrong in ("unsealed", "shorter"):  # as it is, in a file that may be cut; or that lacks its end
         with open(of_range, "rb") as ours:
             content = ours.read()
         of_range = os.memfd_create("copy", os.MFD_ALLOW_SEALING)
-        os.write(of_range, content)
+        os.write(of_range, content if wrong == "unsealed" else content[:-8])
+        if wrong == "shorter":
+            fcntl.fcntl(of_range, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     elif wrong == "swapped":
         of_range, of_memory = of_memory, of_range
     elif wrong == "other memory":
