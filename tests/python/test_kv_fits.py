@@ -118,15 +118,16 @@ def test_a_page_that_the_other_slot_truncates_needs_no_copy_once_it_has_left(sim
         check_contents(cache, fork, range(UNIT + 1))
 
 
-def test_a_truncated_slot_asks_for_no_page_that_another_has():
+def test_a_truncated_slot_asks_for_no_page_that_another_has(sim, stream_pool):
     """Nothing is ahead of need that would have to be copied (I4): the other slot keeps it alone."""
-    pool = vtensor.Pool("cpu", page_size=PAGE, budget=2 * RANGES * PAGE)
-    with make_cache(pool, lookahead=UNIT) as cache:
+    with make_cache(stream_pool(2 * RANGES, prefetch=1 << 20), lookahead=UNIT) as cache:
         slot = filled(cache, UNIT + 1)
         (fork,) = cache.fork(slot)
-        cache.truncate(slot, UNIT - 1)
-        pool.wait_idle()
-        testing.check_invariants(pool)
+        stream = sim.stream(held=True)
+        cache.truncate(slot, UNIT - 1, stream)
+        testing.check_invariants(cache.pool)
+        sim.release(stream)
+        cache.pool.wait_idle()
         assert fits_and_steps(cache, lengths_with(cache, fork, UNIT + 2))
 
 
