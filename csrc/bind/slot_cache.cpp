@@ -180,7 +180,7 @@ class CacheCore {
     }
     await(*pool, copied);
     if (!leaves) {
-      static_cast<void>(await_arrivals({}));  // so that readers in other processes see the slot
+      if (copied != nullptr) static_cast<void>(await_arrivals({}));  // readers see the slot then
       return;
     }
     const Operation op(*this, name);

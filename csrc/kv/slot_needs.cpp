@@ -6,6 +6,7 @@
 
 #include "base/align.h"
 #include "kv/slot_cache.h"
+#include "vmm/copy_on_write.h"
 
 namespace vtensor {
 
@@ -69,15 +70,11 @@ SlotCache::Need SlotCache::need(std::span<const std::int64_t> lengths, Bands ban
         need.pages += pages.size() * range.rows() - taken;
       }
       if (range.copy_on_write() == 0 && !expects(slot)) continue;
-      // Counted as a growth does: the last of the slots that unshare a page keeps it, unless
-      // readers do.
-      const bool kept = range.shared() != nullptr;
       const Interval own = intersection(buffer.indices_of(written), {0, buffer.owned_until()});
       for (std::size_t row = 0; row < range.rows(); ++row) {
         for (std::size_t index = own.begin; index < own.end; ++index) {
           const Page* const page = buffer.shared_at(row, index);
-          if (page == nullptr) continue;
-          need.pages += ++unsharing[page] < page->references || (kept && page->references > 1);
+          if (page != nullptr) need.pages += takes_fresh_page(range, *page, unsharing[page]);
         }
       }
     }

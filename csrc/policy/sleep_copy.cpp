@@ -39,7 +39,7 @@ bool open_unnamed(SharedFile& file, const std::string& folder) {
 }  // namespace
 
 SleepImage::SleepImage(const char* operation, const std::string& folder, std::size_t bytes)
-    : file_(std::make_unique<SharedFile>()), bytes_(bytes) {
+    : file_(std::make_unique<SharedFile>()) {
   if (!open_unnamed(*file_, folder))
     throw refused(operation, errno, "no temporary file can be made in the folder", kNothingFell);
   int error = 0;
@@ -74,7 +74,7 @@ void SleepImage::settle(const char* operation) {
     if (errno != EINTR)
       throw refused(operation, errno, "the temporary file cannot be written", kNothingFell);
   }
-  madvise(at(0), bytes_, MADV_DONTNEED);  // only of this process's mapping
+  madvise(at(0), file_->bytes(), MADV_DONTNEED);  // only of this process's mapping
 }
 
 SleepCopy::SleepCopy(std::shared_ptr<PagePool> pool, const char* operation, CopyDirection direction,

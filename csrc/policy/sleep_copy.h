@@ -37,7 +37,6 @@ class SleepImage {
  private:
   const HostMemory memory_;  // null if it is a file
   std::unique_ptr<SharedFile> file_;
-  std::size_t bytes_ = 0;  // of the file
 };
 
 // Copies parts some at a time, so that the caller can say how far it is, and can stop in between:

@@ -103,11 +103,10 @@ std::size_t Buffer::fresh_pages_for(std::span<const Growing> all) {
   std::size_t fresh = 0;
   std::unordered_map<const Page*, std::uint32_t> unsharing;
   for (const Growing& one : all) {
-    const bool kept = one.range.shared() != nullptr;  // readers may see what is replaced
     for (const Reservation::Run& run : one.copy_on_write) {
       for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
         const Page* page = one.range.at(run.row, index).page();
-        fresh += ++unsharing[page] < page->references || (kept && page->references > 1);
+        fresh += takes_fresh_page(one.range, *page, unsharing[page]);
       }
     }
   }

@@ -206,6 +206,10 @@ std::size_t count_fresh_pages(const Reservation& range, std::span<const Run> run
   return fresh;
 }
 
+bool takes_fresh_page(const Reservation& range, const Page& page, std::uint32_t& unsharing) {
+  return ++unsharing < page.references || (range.shared() && page.references > 1);
+}
+
 void remap_pages(std::span<const PageChange> changes) {
   Remapping remapping(EntryState::copy_on_write);
   for (const auto& [range, row, index, to] : changes) {

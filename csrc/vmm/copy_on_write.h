@@ -28,6 +28,11 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const PageTable
 std::size_t count_fresh_pages(const Reservation& range, std::span<const PageTable::Run> runs)
     VT_LOCKED;
 
+// Whether unsharing `page` takes a page for one more of those that share it, after `unsharing` of
+// them: the last one keeps it, unless readers in other processes may see what is replaced.
+bool takes_fresh_page(const Reservation& range, const Page& page, std::uint32_t& unsharing)
+    VT_LOCKED;
+
 // Pages from `index` on, of one state, that become those of `to`, copy-on-write. Requires: a driver
 // that remaps in one step, because a page that cannot be put back would leave its owner without it.
 struct PageChange {

@@ -1,5 +1,5 @@
-// A file that processes share: its descriptor, its mapping and locks of its bytes. A forked child
-// has neither the descriptor nor the mapping, either of which would keep the locks when this
+// A file of one process or of several: its descriptor, its mapping and locks of its bytes. A forked
+// child has neither the descriptor nor the mapping, either of which would keep the locks when this
 // process is dead.
 //
 // Locks are those of open file descriptions (F_OFD_SETLK): the kernel lets them go with the
@@ -50,6 +50,7 @@ class SharedFile {
   // The caller closes the descriptor. Requires: nothing is mapped.
   int release() noexcept;
   std::byte* at() const { return at_; }
+  std::size_t bytes() const { return bytes_; }  // mapped
 
   // 0, or what the system refuses it with; EAGAIN if another open file has it. `meter` counts the
   // call, and may be null.
