@@ -7,17 +7,8 @@ source "$(dirname "$0")/lib.sh"
 build=build/coverage
 environment=$PWD/$build/environment
 
-# One build of the extension and the C++ tests. The environment lies over .venv: its packages come first.
 build() {
-  rm -rf "$environment"
-  $PYTHON -m venv --without-pip "$environment"
-  local packages
-  packages=$(echo "$environment"/lib/python3*/site-packages)
-  echo "$PWD"/$VENV/lib/python3*/site-packages >"$packages/under.pth"
-  "$environment/bin/python" -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$build \
-    -C cmake.build-type=Debug -C cmake.define.VTENSOR_BUILD_TESTS=ON \
-    -C cmake.define.CMAKE_CXX_FLAGS="-O0 --coverage -fprofile-update=atomic"
-  sed -i "\\#^$(dirname "$PWD")\$#d" "$packages"/*editable*.pth # see build.sh
+  build_aside "$build" "-O0 --coverage -fprofile-update=atomic"
   find $build -name '*.gcda' -delete
 }
 cpp_tests() {

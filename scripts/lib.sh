@@ -31,6 +31,19 @@ step() {
   printf -- '-- %s: %d s\n' "$title" $((SECONDS - start))
 }
 
+# build_aside FOLDER FLAGS: one build of the extension and the C++ tests, with these flags, in the folder. Its
+# environment/ lies over .venv: its packages come first.
+build_aside() {
+  local environment=$PWD/$1/environment packages
+  rm -rf "$environment"
+  $PYTHON -m venv --without-pip "$environment"
+  packages=$(echo "$environment"/lib/python3*/site-packages)
+  echo "$PWD"/$VENV/lib/python3*/site-packages >"$packages/under.pth"
+  "$environment/bin/python" -m pip install -q --no-build-isolation --no-deps -e . -C build-dir="$1" \
+    -C cmake.build-type=Debug -C cmake.define.VTENSOR_BUILD_TESTS=ON -C cmake.define.CMAKE_CXX_FLAGS="$2"
+  sed -i "\\#^$(dirname "$PWD")\$#d" "$packages"/*editable*.pth # see build.sh
+}
+
 # oldest PACKAGE: the version after >= in pyproject.toml.
 oldest() {
   sed -n "s/.*\"$1>=\([0-9.]*\).*/\1/p" pyproject.toml | head -n 1

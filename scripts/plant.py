@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / "build/planted"
 BUILD = COPY / "build/planted"
-PYTHON = COPY / "environment/bin/python"
+PYTHON = BUILD / "environment/bin/python"
 PATIENCE = 120.0  # seconds
 
 
@@ -34,18 +34,10 @@ def prepare() -> Path:
         run("git", "clone", "-q", "--shared", ROOT, ".")
     run("git", "fetch", "-q", ROOT, "HEAD")
     run("git", "reset", "-q", "--hard", "FETCH_HEAD")
-    run(sys.executable, "-m", "venv", "--without-pip", COPY / "environment")
-    (packages,) = (COPY / "environment/lib").glob("python3*/site-packages")
-    (ours,) = (ROOT / ".venv/lib").glob("python3*/site-packages")
-    (packages / "under.pth").write_text(f"{ours}\n")
-    options = {"build-dir": BUILD, "cmake.build-type": "Debug", "cmake.define.VTENSOR_BUILD_TESTS": "ON"}
-    options["cmake.define.CMAKE_CXX_FLAGS"] = "-O1"
-    settings = [word for name, value in options.items() for word in ("-C", f"{name}={value}")]
-    run(PYTHON, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", ".", *settings)
-    for path in packages.glob("*editable*.pth"):  # as in build.sh
-        path.write_text(
-            "".join(line for line in path.read_text().splitlines(True) if line.strip() != str(COPY.parent))
-        )
+    if not (COPY / ".venv").exists():
+        (COPY / ".venv").symlink_to(ROOT / ".venv")
+    run("bash", "-c", f"source scripts/lib.sh; build_aside {BUILD.relative_to(COPY)} -O1")
+    (packages,) = (BUILD / "environment/lib").glob("python3*/site-packages")
     return packages / "vtensor"
 
 
