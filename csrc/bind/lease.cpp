@@ -102,7 +102,10 @@ class Lease {
     for (const nb::object& core : cores_) {
       const TensorCore& tensor = nb::cast<TensorCore&>(core);
       if (tensor.closed()) throw Closed("[lease] a tensor is closed: make a new one");
-      leased.emplace_back(tensor.buffer(), caller_of("lease", stream_, *tensor.buffer()->pool()));
+      PagePool& pool = *tensor.buffer()->pool();
+      const bool same = !leased.empty() && leased.back().first->pool().get() == &pool;
+      leased.emplace_back(tensor.buffer(),
+                          same ? leased.back().second : caller_of("lease", stream_, pool));
     }
     begun_ = true;
     std::vector<Generation*> held;
@@ -130,8 +133,9 @@ class Lease {
     if (!begun_) return;
     refuse_in_forked_child("lease");
     std::vector<Caller> callers;
-    for (const Generation* generation : generations_) {
-      callers.push_back(caller_of("lease", stream_, *generation->client->pool()));
+    for (const Generation* generation : generations_) {  // `look_at` asks about a named stream
+      callers.push_back(stream_ ? Caller{"lease", *stream_, true}
+                                : caller_of("lease", {}, *generation->client->pool()));
     }
     const std::vector<Generation*> held = std::exchange(generations_, {});
     std::vector<Generation*> left;

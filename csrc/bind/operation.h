@@ -75,7 +75,7 @@ class OperationMutex {
 inline Caller caller_of(const char* operation, std::optional<Stream> stream, PagePool& pool) {
   const DriverTraits& traits = pool.traits();
   if (!stream) return {operation, TorchBridge::get().current_stream(traits.device), false};
-  if (traits.asynchronous) pool.driver().require_own(operation, *stream);
+  if (traits.asynchronous) static_cast<void>(pool.driver().capturing(operation, *stream));
   return {operation, *stream, true};
 }
 

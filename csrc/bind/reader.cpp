@@ -65,7 +65,7 @@ class ReaderCore {
   void record_stream(Stream stream) {
     const auto lock = begin();
     WriterMemory& memory = open().memory();
-    memory.driver().require_own("reader", stream);
+    static_cast<void>(memory.driver().capturing("reader", stream));
     memory.note({"reader", stream});  // as a stream of torch's: it is used again when pages go
   }
   nb::object storage(std::size_t i) {

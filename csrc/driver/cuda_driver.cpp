@@ -64,9 +64,6 @@ class CudaDriver final : public Driver {
   FencePtr fence(Stream stream) override { return streams_.fence(stream); }
   bool passed(const Fence& fence) override { return streams_.passed(fence); }
   void order(Stream stream, const Fence& fence) override { streams_.order(stream, fence); }
-  void require_own(const char* operation, Stream stream) override {
-    streams_.require_own(operation, stream);
-  }
   bool capturing(const char* operation, Stream stream) override {
     return streams_.capturing(operation, stream);
   }

@@ -33,7 +33,6 @@ class CudaStreams {
   FencePtr fence(Stream stream);
   bool passed(const Fence& fence);
   void order(Stream stream, const Fence& fence);
-  void require_own(const char* operation, Stream stream);
   bool capturing(const char* operation, Stream stream);
   void keep_for_graph(Stream stream, void (*release)(void*), void* argument);
 
@@ -45,6 +44,7 @@ class CudaStreams {
   bool side_ends(const char* operation, Deadline deadline);
 
  private:
+  void require_own(const char* operation, Stream stream);
   bool is_captured(const char* operation, Stream stream);
   FencePtr record(const char* operation, Stream stream);
   bool query(const char* operation, const Fence& fence);

@@ -183,11 +183,9 @@ class Driver {
   // Makes all work launched in `stream` from now on start after the fence. Never blocks; but the
   // host, whose work the caller does, waits. Throws TimedOut.
   virtual void order(Stream stream, const Fence& fence) = 0;
-  // Throws InvalidArgument, in the name of `operation`, if work in `stream`, as this thread names
-  // it, cannot be ordered with the core.
-  virtual void require_own(const char* operation, Stream stream) = 0;
   // Whether `stream` is being captured into a graph: then the core launches nothing in it. Throws
-  // as `require_own` too.
+  // InvalidArgument, in the name of `operation`, if work in the stream, as this thread names it,
+  // cannot be ordered with the core.
   virtual bool capturing(const char* operation, Stream stream) = 0;
   // Calls `release(argument)` once, in any thread, when the graph that is being captured in
   // `stream` and all that was made from it are gone. `release` may make no driver call.

@@ -331,7 +331,6 @@ class HostDriver final : public Driver {
     if (stream == kCopyStream || HostCopies::wait(fence, kPatience)) return;
     throw TimedOut("host order", kPatience, "copies between pages and host memory have not ended");
   }
-  void require_own(const char*, Stream) override {}
   bool capturing(const char*, Stream) override { return false; }
   void keep_for_graph(Stream, void (*)(void*), void*) override {}
 

@@ -9,7 +9,7 @@ import torch
 
 import vtensor
 from cuda_support import device, needs_simcuda
-from support import eventually, filled, run_snippet, within
+from support import eventually, filled, within
 from vtensor._base.streams import stream_handle
 
 
@@ -171,29 +171,13 @@ def test_several_pools_and_devices(sim, stream_pool, ahead):
             pool.close()
 
 
-_STREAM_IS_GONE = """
-from stream_support import SimulatedDevice
-pool = open_pool("simcuda", patience=0.5)
-sim = SimulatedDevice()
-t = filled(pool, 16)
-stream = sim.stream()
-sim.destroy(stream)
-t.close(stream=stream)
-assert pool.stats().pages_pinned == 4
-try:
-    pool.wait_idle()
-except vtensor.DriverError as error:
-    assert "INVALID_HANDLE" in str(error), error
-else:
-    raise AssertionError("nobody was told")
-assert pool.stats().pages_pinned == pool.stats().pages_used == 4
-with filled(pool, 16, 9) as u:
-    assert u.eq(9).all()
-pool.close()
-"""
-
-
 @needs_simcuda
-def test_a_stream_that_is_gone_cannot_be_waited_for():
-    """The fence is refused: the call raises, the pages stay for good, and the pool keeps working."""
-    run_snippet(_STREAM_IS_GONE, finalize=True).check()
+def test_a_stream_that_is_gone_is_refused(sim, stream_pool):
+    """Before anything changes."""
+    with stream_pool() as pool, filled(pool, 16, 9) as t:
+        stream = sim.stream()
+        sim.destroy(stream)
+        for call in (lambda: t.truncate(0, stream=stream), lambda: t.close(stream=stream)):
+            with pytest.raises(vtensor.DriverError, match="INVALID_HANDLE"):
+                call()
+        assert t.length == 16 and t.eq(9).all()
