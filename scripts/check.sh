@@ -44,10 +44,10 @@ check_cuda_abi() {
   done
 }
 
-# The compile commands of the sanitizer build serve clang-tidy too.
 check_tidy() {
+  cmake --preset debug --log-level=WARNING -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null # for its compile commands
   git ls-files -co --exclude-standard 'csrc/base/*.cpp' 'csrc/driver/*.cpp' 'csrc/vmm/*.cpp' 'csrc/policy/*.cpp' 'csrc/tensor/*.cpp' 'csrc/arena/*.cpp' 'csrc/heap/*.cpp' 'csrc/kv/*.cpp' |
-    xargs -P "$JOBS" -n 4 clang-tidy --quiet -p build/asan-ubsan
+    xargs -P "$JOBS" -n 4 clang-tidy --quiet -p build/debug
 }
 
 # Checks the analysis of vmm/pool_lock.h itself: clang-tidy must fail if a lock is missing.
