@@ -293,8 +293,7 @@ bool SlotCache::make_room_ahead(std::span<const std::int64_t> lengths) {
     const PoolLock lock(pool_);
     PageStore& store = pool_->store();
     pages = need(lengths, {}).pages;
-    if (store.shortage(std::min(pages, store.unused())).missing != 0) return false;
-    if (pages <= store.unused()) return true;
+    if (pages <= std::min(store.unused(), store.beside_reserve())) return true;
     for (const Growth& it : growths_)  // what waits to be unmapped there is taken back
       pages += it.buffer->pages_coming(it.buffer->indices_of(it.positions));
     missing = MakeRoom(*pool_).missing(pages);

@@ -20,7 +20,7 @@ bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> len
     PoolLock lock(pool_);
     pool_->reap();
     const std::size_t pages = need(lengths, bands).pages;
-    if (!alone && pages <= store.unused()) return store.shortage(pages).missing == 0;
+    if (!alone && pages <= std::min(store.unused(), store.beside_reserve())) return true;
   }
   const std::size_t elsewhere = alone ? 0 : pool_->spared_elsewhere();
   PoolLock lock(pool_);
@@ -28,8 +28,7 @@ bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> len
   if (store.private_copies() != 0) pool_->count_private_copies();  // as a growth does
   const auto [pages, ready] = need(lengths, bands);
   const std::size_t own = sub_sat(store.budget(), store.in_use());
-  const std::size_t unused = alone ? own : store.unused();
-  if (store.shortage(std::min(pages, unused)).missing != 0) return false;
+  const std::size_t unused = std::min(alone ? own : store.unused(), store.beside_reserve());
   // The cheapest question first: most are answered before the last.
   if (const std::size_t most = sub_sat(pages + ready, unused + elsewhere);
       prefixes_.pages() >= most && prefixes_.evictable(most) >= most)

@@ -99,56 +99,47 @@ std::size_t MakeRoom::pages_leaving() const {
   return leaving;
 }
 
-bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
-                    std::size_t private_copies) {
-  const std::size_t page_size = pool_.page_size();
-  bool unlocked = false;
-  std::size_t free = free_pages(pages, private_copies);
-  if (pages > free) {
-    Request request(pool_.store(), pages);
-    while (pages > free && take_back(lock, request, pages - free)) {
-      unlocked = true;
-      free = free_pages(pages, private_copies);
-    }
-    if (pages > free) {
-      trace::event(trace::What::out_of_memory, 0, pages * page_size);
-      if (const Ledger* const ledger = pool_.store().ledger()) {
-        throw OutOfPages(need(operation, pages, page_size), "the budget \"", ledger->name(),
-                         "\" of ", ledger->limit(), " bytes has ", free, " left: this pool holds ",
-                         ledger->held(), " bytes, the others ", ledger->balance().held_elsewhere,
-                         ", and gave up what they can do without: free tensors or views here or "
-                         "there (python -m vtensor top shows where)");
-      }
-      throw OutOfPages(need(operation, pages, page_size), "the pool has ", free, " of ",
-                       pool_.store().budget(),
-                       " free: free tensors or views, or raise the pool's budget");
-    }
-  }
-  for (PageStore::Shortage shortage; (shortage = pool_.store().shortage(pages)).missing != 0;) {
-    unlocked = true;
-    if (give_up_spare(lock)) continue;
-    trace::event(trace::What::out_of_memory, 0, shortage.missing);
-    throw ReserveReached(need(operation, pages, page_size), "the device has ", shortage.free,
-                         " bytes free, of which the pool leaves ", pool_.options().device_reserve,
-                         " to others: free memory, or lower the pool's reserve");
-  }
-  return unlocked;
-}
-
 bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
                      std::size_t private_copies) {
   if (pages == 0) return false;
   PageStore& store = pool_.store();
   Request request(store, pages);
-  for (bool unlocked = false;;) {
-    unlocked |= free(lock, operation, pages, private_copies);
-    try {
-      if (!store.make_ready(lock, pages)) return unlocked;
-    } catch (const DeviceOutOfMemory&) {
-      if (!take_back(lock, request, sub_sat(pages, store.spare()))) throw;
+  for (bool unlocked = false;; unlocked = true) {
+    const std::size_t free = free_pages(pages, private_copies);
+    const bool in_budget = free >= pages;
+    const std::size_t missing = in_budget ? sub_sat(pages, store.spare()) : pages - free;
+    if (in_budget && pages <= store.beside_reserve()) {
+      try {
+        if (!store.make_ready(lock, pages)) return unlocked;
+      } catch (const DeviceOutOfMemory&) {
+        if (!take_back(lock, request, missing)) throw;
+      }
+    } else if (!take_back(lock, request, missing)) {
+      trace::event(trace::What::out_of_memory, 0, missing * pool_.page_size());
+      if (in_budget) refuse_beside_reserve(operation, pages);
+      refuse(operation, pages, free);
     }
-    unlocked = true;
   }
+}
+
+void MakeRoom::refuse(const char* operation, std::size_t pages, std::size_t free) const {
+  const std::string needed = need(operation, pages, pool_.page_size());
+  if (const Ledger* const ledger = pool_.store().ledger()) {
+    throw OutOfPages(needed, "the budget \"", ledger->name(), "\" of ", ledger->limit(),
+                     " bytes has ", free, " left: this pool holds ", ledger->held(),
+                     " bytes, the others ", ledger->balance().held_elsewhere,
+                     ", and gave up what they can do without: free tensors or views here or there "
+                     "(python -m vtensor top shows where)");
+  }
+  throw OutOfPages(needed, "the pool has ", free, " of ", pool_.store().budget(),
+                   " free: free tensors or views, or raise the pool's budget");
+}
+
+void MakeRoom::refuse_beside_reserve(const char* operation, std::size_t pages) const {
+  throw ReserveReached(need(operation, pages, pool_.page_size()), "the device has ",
+                       pool_.driver().free_memory(), " bytes free, of which the pool leaves ",
+                       pool_.options().device_reserve,
+                       " to others: free memory, or lower the pool's reserve");
 }
 
 void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes) {
@@ -221,7 +212,8 @@ bool MakeRoom::await_leaving(PoolLock& lock) {
 }
 
 std::size_t MakeRoom::pages_to_come() const {
-  std::size_t pages = pool_.store().unused();
+  const PageStore& store = pool_.store();
+  std::size_t pages = std::min(store.unused(), store.beside_reserve());
   for (Client* const client : pool_.clients()) {
     if (client->range().copy_on_write() == 0) pages += client->pages_leaving();
   }

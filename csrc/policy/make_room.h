@@ -34,15 +34,10 @@ class MakeRoom {
  public:
   explicit MakeRoom(PagePool& pool) : pool_(pool) {}
 
-  // Rungs 1 to 5. True if they let the lock go, to wait or to make memory: other threads may have
-  // taken pages, or given some back.
-
-  // Returns with `pages` pages free, not counting `private_copies` pages that the kernel copied and
-  // that these replace. Throws OutOfPages, ReserveReached.
-  bool free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t private_copies)
-      VT_LOCKED;
-  // The same, with their memory made if the driver takes long for that; if the device has none, the
-  // rungs again. Throws DeviceOutOfMemory too.
+  // Rungs 1 to 5: returns with `pages` pages free, not counting `private_copies` pages that the
+  // kernel copied and that these replace, and with their memory made if the driver takes long for
+  // that. True if they let the lock go, to wait or to make memory: other threads may have taken
+  // pages, or given some back. Throws OutOfPages, ReserveReached, DeviceOutOfMemory.
   bool ready(PoolLock& lock, const char* operation, std::size_t pages,
              std::size_t private_copies = 0) VT_LOCKED;
   // Returns with at most `pages` pages in use or kept. Throws OutOfPages, of `bytes` asked for.
@@ -83,6 +78,10 @@ class MakeRoom {
  private:
   class Request;
 
+  // `free`: pages that the budget has.
+  [[noreturn]] void refuse(const char* operation, std::size_t pages, std::size_t free) const
+      VT_LOCKED;
+  [[noreturn]] void refuse_beside_reserve(const char* operation, std::size_t pages) const;
   // Pages free for a request of `pages`; covered if they suffice.
   std::size_t free_pages(std::size_t pages, std::size_t private_copies) VT_LOCKED;
   // Pages that are free, or will be once what is on its way out has gone; not those of clients that

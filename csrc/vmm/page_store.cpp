@@ -61,9 +61,7 @@ std::size_t PageStore::available() const {
     const std::size_t left = sub_sat(balance.room, balance.wanted_elsewhere);
     pages = std::min(pages, covered() + in_pages(left));
   }
-  if (options_.device_reserve == 0) return pages;
-  const std::size_t fresh = sub_sat(driver_.free_memory(), options_.device_reserve);
-  return std::min(pages, spare() + in_pages(fresh));
+  return std::min(pages, beside_reserve());
 }
 
 std::size_t PageStore::cover_available(std::size_t pages) {
@@ -111,12 +109,9 @@ void PageStore::promise(std::ptrdiff_t pages) {
   look_for_excess();
 }
 
-PageStore::Shortage PageStore::shortage(std::size_t pages) const {
-  if (options_.device_reserve == 0 || pages <= spare()) return {};
-  const std::size_t fresh = (pages - spare()) * driver_.traits().page_size;
-  const std::size_t there = driver_.free_memory();
-  if (there >= fresh && there - fresh >= options_.device_reserve) return {};
-  return {fresh, there};
+std::size_t PageStore::beside_reserve() const {
+  if (options_.device_reserve == 0) return budget();
+  return spare() + in_pages(sub_sat(driver_.free_memory(), options_.device_reserve));
 }
 
 void PageStore::break_down(const std::exception_ptr& cause) noexcept {

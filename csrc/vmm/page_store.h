@@ -62,12 +62,9 @@ class PageStore {
   std::size_t available() const VT_LOCKED;
   // Covers as many of `pages` as are available; returns how many.
   std::size_t cover_available(std::size_t pages) VT_LOCKED;
-  // Bytes of the device that are missing for `pages` pages beside the reserve, and what is free;
-  // 0 if nothing is.
-  struct Shortage {
-    std::size_t missing = 0, free = 0;
-  };
-  Shortage shortage(std::size_t pages) const VT_LOCKED;
+  // Pages that have memory, or for which the device has some beside the reserve. Throws as the
+  // driver.
+  std::size_t beside_reserve() const VT_LOCKED;
   // Pages that the kernel copied from shared handles, as last counted.
   std::size_t private_copies() const VT_LOCKED { return private_copies_; }
   void set_private_copies(std::size_t pages) VT_LOCKED;

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import vtensor
+from cuda_support import free_memory, needs_simcuda
 from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, filled, grown, lengths_with, make_cache, used
 from support import draws, run_snippet
 from vtensor import testing
@@ -30,9 +31,17 @@ def fits_and_steps(cache, wanted) -> bool:
     return answer
 
 
+@pytest.fixture(params=["host", "simcuda", pytest.param("reserve", marks=needs_simcuda)])
+def limited(request, pool_factory):
+    """Makes pools with so many pages by their budget, or because the device has no more beside a reserve."""
+    if request.param != "reserve":
+        return lambda pages: pool_factory(request.param, pages)
+    return lambda pages: pool_factory("simcuda", device_reserve=free_memory() - (pages + 1) * PAGE)
+
+
 @pytest.mark.exact
-def test_up_to_the_last_page(pool_factory, kind):
-    with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
+def test_up_to_the_last_page(limited):
+    with make_cache(limited(4 * RANGES)) as cache:
         a, b = cache.alloc(), cache.alloc()
         assert (a, b) == (0, 1)
         assert not cache.fits(lengths(2 * UNIT, 2 * UNIT + 1))
@@ -43,8 +52,8 @@ def test_up_to_the_last_page(pool_factory, kind):
 
 
 @pytest.mark.exact
-def test_prefixes_that_would_be_given_up_count_and_stay(pool_factory, kind):
-    with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
+def test_prefixes_that_would_be_given_up_count_and_stay(limited):
+    with make_cache(limited(4 * RANGES)) as cache:
         slot = cache.alloc()
         grown(cache, slot, 3 * UNIT)
         cache.publish(slot, range(3 * UNIT))

@@ -181,14 +181,16 @@ def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full)
     assert emptied == [1] and other.length == 4
 
 
-def test_no_more_goes_than_a_device_without_memory_lacks(sim, stream_pool, emptied, full):
+@pytest.mark.parametrize("reserve", [False, True])
+def test_no_more_goes_than_a_device_without_memory_lacks(sim, stream_pool, emptied, full, reserve):
     """What was freed last is kept for the next one, also where work still uses what was freed first."""
-    pool = stream_pool(cache=16 * PAGE)
+    pool = stream_pool(cache=16 * PAGE, device_reserve=(free_memory() - 8 * PAGE) * reserve)
     first, last, stream = filled(pool, 16), filled(pool, 16, capacity=32), sim.stream(held=True)
     first.record_stream(stream)
     first.close(), last.close()
     assert pool.stats().pages_cached == 8
-    full(0)
+    if not reserve:
+        full(0)
     threading.Timer(0.01, sim.release, [stream]).start()
     t = filled(pool, 16, 7, capacity=128)
     assert t.eq(7).all() and not emptied
