@@ -318,7 +318,7 @@ TEST_CASE("what ended while the lock was held is looked for before a refusal") {
   buffer->abandon();
   PoolLock lock(pool);
   pool->end_locked(view);  // as a deleter leaves it that finds the lock taken
-  CHECK_NOTHROW(MakeRoom(*pool).free(lock, "test", 8, 0));
+  CHECK_NOTHROW(MakeRoom(*pool).ready(lock, "test", 8));
 }
 
 TEST_CASE("an owner whose own pages are on their way out gets them back as others") {
