@@ -265,20 +265,28 @@ TEST_CASE("a caller who overtakes the mapper waits for no more than a step of it
 }
 
 TEST_CASE("pages that are announced are not for what only looks ahead") {
-  const auto pool = open_pool(8, {.prefetch = 64 * kBytes});
-  const RowShape shape{1, kBytes, 8, 0, false};
+  constexpr std::size_t kWhole = 600;  // more than the mapper does in two steps
+  const auto pool = open_pool(kWhole, {.prefetch = 64 * kBytes});
+  const RowShape shape{1, kBytes, kWhole, 0, false};
   const std::shared_ptr<Buffer> looks_ahead = Buffer::create(pool, shape, kCaller);
   const std::shared_ptr<Buffer> announced = Buffer::create(pool, shape, kCaller);
   {
-    const PoolLock lock(pool);  // the mapper finds both
-    looks_ahead->want_until(8, true);
-    announced->announce(6);
+    PoolLock lock(pool);             // the mapper finds both
+    announced->hold(lock, kCaller);  // and cannot map for this one yet
+    looks_ahead->want_until(kWhole, true);
+    announced->announce(500);
+  }
+  CHECK_THROWS_AS(pool->wait_idle(std::chrono::milliseconds(50)), TimedOut);
+  {
+    const PoolLock lock(pool);
+    CHECK(looks_ahead->ready_until() == 0);
+    announced->end_hold();
   }
   pool->wait_idle(kPatience);
   {
     const PoolLock lock(pool);
-    CHECK(announced->ready_until() == 6);
-    CHECK(looks_ahead->ready_until() == 2);
+    CHECK(announced->ready_until() == 500);
+    CHECK(looks_ahead->ready_until() == 100);
   }
   looks_ahead->abandon();
   announced->abandon();

@@ -27,6 +27,7 @@
 #include "base/errors.h"
 #include "cpp/hammered.h"
 #include "driver/driver.h"
+#include "kv/slot_cache.h"
 #include "owner.h"
 #include "policy/page_pool.h"
 #include "simcuda/client.h"
@@ -396,6 +397,20 @@ TEST_CASE("a reader holds the pages that it could not unmap") {  // I7
   CHECK(pool->counts().held_by_readers == kept);
   CHECK(reader->sync(kCaller, reader->stale()));
   CHECK(pool->counts().held_by_readers == 0);
+}
+
+TEST_CASE("a slot that is cut is shown shorter before its pages go") {
+  SlotCache cache(open_pool(false, 16, 0), {1, kCapacity, 1, 0, {{1, kBytes, 0}}}, kCaller);
+  cache.share(kCaller);
+  const auto shown = [&] { return cache.buffers().range(0)->range().shared()->word(0); };
+  const std::size_t slot = cache.alloc(kCaller, 0);
+  cache.step(kCaller, std::vector<std::int64_t>{8});
+  cache.show_lengths();
+  CHECK(shown() == 8);
+  cache.truncate(kCaller, slot, 3);  // does not wait for the lengths to be shown again
+  CHECK(shown() == 3);
+  cache.free(kCaller, slot);
+  CHECK(shown() == 0);
 }
 
 TEST_CASE("ranges that are gone leave no descriptor, also if they never had a page") {  // I14

@@ -181,16 +181,17 @@ def test_prefixes_are_shared_by_whole_units(cache):
     write(cache, slot, 0, prompt)
     assert cache.publish(slot, prompt) == 3 * UNIT
     before = used(cache)
-    same, shorter, other = (
+    same, whole, shorter, other = (
         cache.alloc(tokens=prompt),
+        cache.alloc(tokens=prompt[: 3 * UNIT]),  # never all of them: the last one must be computed
         cache.alloc(tokens=[*prompt[: UNIT + 3], 9999, 9999]),
         cache.alloc(tokens=prompt, salt="tenant"),
     )
-    assert [cache.length(one) for one in (same, shorter, other)] == [3 * UNIT, UNIT, 0]
+    assert [cache.length(one) for one in (same, whole, shorter, other)] == [3 * UNIT, 2 * UNIT, UNIT, 0]
     assert used(cache) == before
     check_contents(cache, same, prompt[: 3 * UNIT])
     stats = cache.stats()
-    assert stats.prefix_tokens == 3 * UNIT and stats.prefix_hits == 4 * UNIT and stats.unit == UNIT
+    assert stats.prefix_tokens == 3 * UNIT and stats.prefix_hits == 6 * UNIT and stats.unit == UNIT
 
 
 @pytest.mark.exact

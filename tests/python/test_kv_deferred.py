@@ -11,7 +11,7 @@ import vtensor
 from kv_support import RANGES, UNIT, filled, grown, lengths_with, make_cache
 from support import calls_since, eventually
 from vtensor import testing
-from vtensor.testing.kv_model import check_contents, write
+from vtensor.testing.kv_model import check_contents, expected, write
 
 PREFIX, PROMPT = 3 * UNIT, 5 * UNIT
 TOKENS = list(range(PROMPT))
@@ -188,13 +188,18 @@ def rewritten(cache, slot: int, start: int) -> None:
     write(cache, slot, start, [100] * (PREFIX - start))
 
 
+def written(cache, slot: int, start: int) -> None:
+    for layer in range(len(cache)):
+        cache.write(layer, slot, start, *expected(cache, layer, [100] * (PREFIX - start)))
+
+
 def cut_and_rewritten(cache, slot: int, start: int) -> None:
     cache.truncate(slot, start)
     assert grown(cache, slot, PREFIX)
     write(cache, slot, start, [100] * (PREFIX - start))
 
 
-@pytest.mark.parametrize("change", [rewritten, cut_and_rewritten])
+@pytest.mark.parametrize("change", [rewritten, written, cut_and_rewritten])
 @pytest.mark.parametrize("start", [0, 1, UNIT, PREFIX - 1])
 @pytest.mark.parametrize("sharer_first", [False, True])
 @pytest.mark.parametrize("away", [False, True])

@@ -533,6 +533,17 @@ def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
     assert len(open("/proc/self/maps").readlines()) <= mappings
 
 
+@on_the_host
+def test_a_tensor_that_does_not_lie_in_its_range_is_refused(pool):
+    core = receive(rows(pool, 10))
+    most = core.bytes(0) // 256
+    for offset, sizes, stride in ((0, most + 1, 64), (256, most, 64), (2, 1, 64), (-256, 1, 64), (0, 1, -64)):
+        view = sharing._View(0, offset, (sizes, 64), (stride, 1), torch.float32)
+        with pytest.raises(vtensor.VTensorError, match="does not fit its range"):
+            view.over(core, [core.storage(0)])
+    core.close()
+
+
 def test_readers_have_a_bound(pool):
     t = rows(pool, 10)
     readers = []

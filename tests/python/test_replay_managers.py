@@ -155,6 +155,20 @@ def test_the_ideal_cache_evicts_the_least_recently_used():
     assert cache.length(cache.alloc([1] * 5)) == 4 and cache.length(cache.alloc([2] * 5)) == 0
 
 
+def test_the_ideal_cache_is_full_to_the_last_token():
+    """It publishes whole units alone, and evicts nothing before a token lacks."""
+    cache = RadixCache(tokens=12, max_batch=4, max_len=64, unit=FRAME)
+    slot = cache.alloc([1] * 7)
+    assert grown(cache, slot, 7) and cache.publish(slot, [1] * 7) == 4
+    cache.free(slot)
+    slot = cache.alloc()
+    assert grown(cache, slot, 8)
+    user = cache.alloc([1] * 7)
+    assert cache.length(user) == 4 and not grown(cache, slot, 9)
+    cache.free(user)
+    assert grown(cache, slot, 12)
+
+
 @given(shapes=st.lists(shapes, min_size=1, max_size=10), tokens=st.integers(45, 100))
 def test_the_ideal_cache_wastes_nothing(shapes, tokens):
     """Live tokens, each published unit once, and what is free are all there is."""
