@@ -344,6 +344,35 @@ TEST_CASE("an owner whose own pages are on their way out gets them back as other
   buffer->abandon();
 }
 
+TEST_CASE("a cached buffer that goes while an owner waits for it is not reused") {
+  const auto pool = open_pool(64, {.cache = 32 * kBytes});
+  const RowShape shape{1, kBytes, 16, 0, false};
+  const std::shared_ptr<Buffer> cached = Buffer::create(pool, shape, kCaller);
+  cached->grow(kCaller, {0, 8}, false);
+  cached->abandon();
+  {
+    PoolLock lock(pool);
+    REQUIRE(cached->reusable());
+    cached->hold(lock, kCaller);  // as the mapper does to zero it
+  }
+  std::shared_ptr<Buffer> made;
+  std::thread owner([&] { made = Buffer::create(pool, shape, kCaller); });
+  CHECK(settled(*pool, [&] {
+    PoolLock lock(pool);
+    cached->end_hold();
+    if (cached->busy()) {  // the owner waits
+      cached->evict();
+      return true;
+    }
+    cached->hold(lock, kCaller);
+    return false;
+  }));
+  owner.join();
+  CHECK(made != cached);
+  made->grow(kCaller, {0, 8}, false);
+  made->abandon();
+}
+
 TEST_CASE("a new owner never finds what is on its way out of an reused buffer (I7)") {
   const auto pool = open_pool(512, {.prefetch = 64 * kBytes, .cache = 256 * kBytes});
   const RowShape shape{1, kBytes, 16, 0, false};

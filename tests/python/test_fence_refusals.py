@@ -213,6 +213,22 @@ def test_pages_whose_zeroing_was_refused_are_not_for_the_next_owner(sim, stream_
         assert u.ne(7).all()
 
 
+def test_pages_whose_zeroing_no_fence_follows_leave_behind_it(sim, stream_pool):
+    pool = stream_pool(prefetch=AHEAD)
+    t = filled(pool, 16, 7)
+    zeroed = sim.calls("cuMemsetD8Async")
+    with sim.calls_held("cuMemsetD8Async"):
+        t.close()
+        eventually(lambda: sim.calls("cuMemsetD8Async") > zeroed)
+        sim.hold()
+        sim.release(0)  # where the tensor's own work is
+        sim.fail("cuEventRecord")
+    assert not within(0.1, lambda: pool.stats().pages_mapped == 0)
+    sim.release()
+    pool.wait_idle()
+    assert pool.stats().pages_mapped == 0
+
+
 def test_the_mapper_leaves_a_closed_pool_of_a_device_in_error_alone(sim, stream_pool):
     """The process may be ending, and libcuda with it. A second close() of the pool tries again."""
     pool = stream_pool(prefetch=AHEAD, cache=0)

@@ -17,7 +17,7 @@ from cuda_support import needs_simcuda
 from kv_support import UNIT, make_cache
 from kv_support import filled as filled_slot
 from stream_support import NEVER
-from support import calls, calls_since, eventually, filled, quarter, run_snippet, sometimes
+from support import calls, calls_since, eventually, filled, quarter, run_snippet, simcuda_disarm, sometimes
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents
 
@@ -406,6 +406,23 @@ def test_a_prefix_waits_for_pages_that_leave_where_it_goes(sim, stream_pool):
         testing.check_invariants(pool)
         sim.release(stream)
         check_contents(cache, cache.alloc([*tokens, 0]), tokens)
+
+
+def test_a_group_comes_back_only_where_its_pages_have_left(sim, stream_pool):
+    """I3, I8: the second slot has pages that the driver refuses to unmap, where the first one's are to go."""
+    with make_cache(stream_pool(pages=160)) as cache:
+        group = [filled_slot(cache, 4 * UNIT)]
+        group += cache.fork(*group)
+        sim.fail("cuMemUnmap", refuse=10**6)
+        cache.swap_out(group)
+        with pytest.raises(vtensor.DriverError, match="cuMemUnmap"):
+            cache.swap_in(group)
+        simcuda_disarm()
+        testing.check_invariants(cache.pool)
+        assert cache.swap_in(group)
+        for slot in group:
+            cache.wait(slot)
+            check_contents(cache, slot, range(4 * UNIT))
 
 
 def test_a_copy_that_never_ends(sim, stream_pool):
