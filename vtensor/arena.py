@@ -160,7 +160,7 @@ class Arena(Closes, Drawn):
         ArenaCore.prepare(self._core, intervals)
 
     def holds(self, intervals: Iterable[Interval]) -> list[bool]:
-        """For each block, what :meth:`map` would return: whether all its pages are mapped. Maps nothing, and
+        """For each block, what :meth:`map` would return: whether all its pages stayed mapped. Maps nothing, and
         does not keep the pages mapped. False while the arena sleeps.
 
         Args:

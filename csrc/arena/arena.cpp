@@ -137,7 +137,11 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
   begin_use(pages);  // first, so that making room evicts none of them
   const Counted mapping(mapping_);
   try {
-    return map_missing(lock, caller, pages, since, in_capture);
+    std::vector<char> kept = map_missing(lock, caller, pages, since, in_capture);
+    for (const Interval some : pages) {
+      for (std::size_t i = some.begin; i < some.end; ++i) uses_.reserved(i).ahead = false;
+    }
+    return kept;
   } catch (...) {
     count_back(pages);
     throw;
@@ -171,6 +175,7 @@ bool Arena::kept(Interval pages, std::span<const std::uint64_t> since, std::size
   for (std::size_t i = pages.begin; i < pages.end; ++i) {
     Entry entry = range_.at(0, i);
     if (!is_mapped(entry) || !is_awake(entry) || uses_[i].mapped_at > then) return false;
+    if (uses_[i].ahead) return false;
   }
   return true;
 }
@@ -232,6 +237,13 @@ void Arena::await_mapper(PoolLock& lock, const Caller& caller,
 void Arena::ask_mapper() {
   if (wants()) pool_->want(shared_from_this());
   pool_->wake_mapper();
+}
+
+void Arena::arrived_ahead(const Reservation::Arrival& arrival) {
+  for (const Reservation::Run& run : arrival.runs) {
+    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) uses_.reserved(i).ahead = true;
+  }
+  note_arrival(arrival);
 }
 
 void Arena::note_arrival(const Reservation::Arrival& arrival) {

@@ -96,13 +96,12 @@ class Arena : public Client {
  private:
   struct Use {
     std::uint32_t blocks = 0;     // that need the page
+    bool ahead = false;           // it came ahead of need, and no map() has had it since
     std::uint64_t mapped_at = 0;  // clock_ at its arrival
   };
 
   static std::size_t pages_for(const PagePool& pool, std::size_t bytes, const Caller& caller);
-  void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED {
-    note_arrival(arrival);
-  }
+  void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;
   // Makes their uses and page table entries present. Throws std::bad_alloc.
@@ -122,7 +121,8 @@ class Arena : public Client {
       VT_LOCKED;
   // Wakes the mapper for the pages that are wanted.
   void ask_mapper() VT_LOCKED;
-  // Whether `pages` have been mapped, and awake, since the n-th time of `since`.
+  // Whether `pages` have been mapped, and awake, since the n-th time of `since`, and none of
+  // them came ahead of need since its last use.
   bool kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const VT_LOCKED;
   void note_arrival(const Reservation::Arrival& arrival) VT_LOCKED;
   void begin_use(std::span<const Interval> pages) noexcept VT_LOCKED;

@@ -307,6 +307,26 @@ def test_what_is_prepared_costs_the_caller_no_call(caching):
     assert (caching.stats().pages_active, caching.stats().pages_prefetched) == (4, 0)
 
 
+@pytest.mark.parametrize("zero", ["new_owner", "always"])
+def test_what_is_prepared_again_has_not_stayed(pool_factory, kind, zero):
+    """I2: its pages came back with other contents, so `map` does not say that they are as they were."""
+    pool = pool_factory(kind, 16, prefetch=8 * PAGE, cache=16 * PAGE, zero=zero)
+    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool)
+    two = [block(0), block(8)]
+    arena.map(two)
+    content(arena, 0).fill_(9)
+    content(arena, 8).fill_(8)
+    arena.unmap(two)
+    arena.trim()
+    pool.wait_idle()
+    arena.prepare(two)
+    pool.wait_idle()
+    assert arena.stats().pages_prefetched == len(pages_of([0, 8]))
+    assert arena.holds(two) == arena.map(two) == [False, False]
+    content(arena, 0).fill_(7)
+    assert arena.holds(two) == arena.map(two) == [True, True]
+
+
 def test_what_the_mapper_meets_is_raised_by_the_next_operation(pool_factory):
     """I10."""
     pool = pool_factory("host", 16, prefetch=8 * PAGE)
