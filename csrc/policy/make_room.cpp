@@ -180,7 +180,6 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   pool_.store().raise_if_broken();
   const std::size_t before = pool_.store().used();
   pool_.reap();
-  pool_.shared().collect();
   pool_.settle_all(lock);
   if (pool_.store().used() < before) return true;
   const std::chrono::nanoseconds patience = pool_.options().patience;

@@ -352,7 +352,6 @@ std::size_t PagePool::trim() {
   const Counted quiescing(quiescing_);
   quiesce(lock, "Pool.trim");
   settle_all(lock);
-  shared_.collect();
   const std::size_t pages = store_.spare();
   const std::size_t at_once = traits().adjacent_handles ? pages : kReleasedAtOnce;
   for (std::size_t left = pages; left != 0 && store_.releasable() != 0;) {
@@ -481,6 +480,7 @@ std::exception_ptr PagePool::settle_all(PoolLock& lock) noexcept {
       first = client->refusal();
     }
   }
+  shared_.collect();  // what was unmapped just now, where no reader has it
   return first;
 }
 

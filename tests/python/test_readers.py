@@ -169,6 +169,18 @@ def test_growth_finds_the_pages_that_a_reader_has_just_let_go(pool, other):
         rows(pool, pool.budget // PAGE * 8 - 64).close()  # no look at the counts before it
 
 
+def test_growth_finds_the_pages_that_it_unmaps_itself(pool_factory):
+    """Their unmapping was refused before, and they left a tensor that is read no longer."""
+    pool = pool_factory("host", 8, shareable=True, prefetch=0)
+    t = vtensor.zeros(6 * PAGE, grow_dim=0, capacity=8 * PAGE, dtype=torch.uint8, pool=pool)
+    receive(t).close()
+    with testing.fail_after(pool, 0) as refused:
+        t.close()
+    assert refused
+    with vtensor.zeros(6 * PAGE, grow_dim=0, capacity=8 * PAGE, dtype=torch.uint8, pool=pool) as other:
+        assert other.length == 6 * PAGE
+
+
 def test_no_other_tensor_comes_to_the_pages_of_one_that_is_read(kind, other):
     with shareable(kind, prefetch=1 << 20) as pool:
         t = rows(pool, 300)
