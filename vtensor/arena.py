@@ -160,8 +160,8 @@ class Arena(Closes, Drawn):
         ArenaCore.prepare(self._core, intervals)
 
     def holds(self, intervals: Iterable[Interval]) -> list[bool]:
-        """For each block, what :meth:`map` would return: whether all its pages stayed mapped. Maps nothing, and
-        does not keep the pages mapped. False while the arena sleeps.
+        """For each block, what :meth:`map` would return: whether all its pages stayed mapped. Maps nothing,
+        and does not keep the pages mapped. False while the arena sleeps.
 
         Args:
             intervals: as for :meth:`map`.
