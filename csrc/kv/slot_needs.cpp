@@ -7,6 +7,7 @@
 #include "base/align.h"
 #include "kv/slot_cache.h"
 #include "vmm/copy_on_write.h"
+#include "vmm/shared_range.h"
 
 namespace vtensor {
 
@@ -82,13 +83,24 @@ SlotCache::Need SlotCache::need(std::span<const std::int64_t> lengths, Bands ban
 }
 
 // Pages that a growth could take back: prefetched and cached ones of all clients, and unshared
-// pages of this cache's slots that wait to be unmapped.
+// pages of this cache's slots that wait to be unmapped; but none that a reader would keep.
 std::size_t SlotCache::reclaimable() const {
+  std::unordered_map<const SharedRange*, bool> read;
+  const auto is_read = [&read](const Client& client) VT_LOCKED {
+    const SharedRange* const shared = client.range().shared().get();
+    if (shared == nullptr) return false;
+    const auto [known, added] = read.try_emplace(shared, false);
+    if (added) known->second = shared->readers() != 0;
+    return known->second;
+  };
   PoolCounts counts;
-  for (const Client* client : pool_->clients()) client->count(counts);
+  for (const Client* client : pool_->clients()) {
+    if (!is_read(*client)) client->count(counts);
+  }
   std::size_t pages = counts.prefetched + counts.cached;
-  for (const std::shared_ptr<Buffer>& buffer : buffers_.all())
-    pages += buffer->pages_coming({0, buffer->range().reserved()});
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) {
+    if (!is_read(*buffer)) pages += buffer->pages_coming({0, buffer->range().reserved()});
+  }
   return pages;
 }
 

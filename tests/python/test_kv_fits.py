@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import threading
 import time
@@ -49,6 +50,26 @@ def test_up_to_the_last_page(limited):
         assert not fits_and_steps(cache, lengths(2 * UNIT + 1, 2 * UNIT))
         cache.free(b)  # its pages stay with the slot, and would be given up
         assert fits_and_steps(cache, lengths(4 * UNIT))
+
+
+def test_cached_pages_that_a_reader_keeps_do_not_count(pool_factory):
+    pool = pool_factory("host", 4 * RANGES, prefetch=8 * PAGE, cache=4 * RANGES * PAGE, shareable=True)
+    with make_cache(pool) as cache:
+        a, b = cache.alloc(), cache.alloc()
+        assert grown(cache, a, 3 * UNIT)
+        ours, theirs = multiprocessing.Pipe()
+        with ours, theirs:
+            ours.send(cache)
+            reader = theirs.recv()
+        cache.free(a)
+        pool.wait_idle()
+        assert pool.stats().pages_cached == 3 * RANGES
+        wanted = lengths_with(cache, b, 2 * UNIT)
+        assert cache.fits(lengths_with(cache, b, UNIT))
+        assert not cache.fits(wanted) and not cache.step(wanted)
+        assert reader.sync() is True
+        assert cache.fits(wanted) and cache.step(wanted)
+        reader.close()
 
 
 @pytest.mark.exact
