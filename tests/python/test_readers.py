@@ -723,6 +723,26 @@ def test_a_cache_shows_whole_steps(pool, other):
     assert torch.equal(other.layer(0, slots[0], 7)[0], shown[0])
 
 
+@on_the_host
+def test_a_freed_slot_shows_what_it_had_until_it_is_used_again(kind, other):
+    """Also while the worker has nothing else to do than to zero its pages for the next request."""
+    with shareable(kind, prefetch=64 * PAGE) as pool, make_cache(pool) as cache:
+        slot = cache.alloc()
+        assert cache.step([20 if i == slot else 0 for i in range(cache.max_batch)])
+        for tensor in cache[0]:
+            tensor[slot, :20] = 7
+        other.receive(cache)
+        cache.free(slot)
+        pool.wait_idle()
+        assert pool.stats().pages_cached
+        assert other.evaluate(f"bool(r[0][0][{slot}, :20].eq(7).all())")
+        other.sync()
+        other.close()
+        again = cache.alloc()
+        assert cache.step([20 if i == again else 0 for i in range(cache.max_batch)])
+        assert not cache[0][0][again, :20].any()
+
+
 def test_a_slot_has_no_tokens_before_its_prefix_is_mapped(kind, other):
     with shareable(kind, prefetch=1 << 20) as pool:
         cache = make_cache(pool, max_batch=3, max_len=512, lookahead=16)
