@@ -18,6 +18,7 @@
 #include "kv/slot_buffers.h"
 #include "kv/slot_lengths.h"
 #include "kv/slot_swaps.h"
+#include "policy/make_room.h"
 #include "policy/page_pool.h"
 #include "vmm/caller.h"
 
@@ -147,7 +148,7 @@ class SlotCache {
   bool fits_now(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands,
                 bool alone);
   Need need(std::span<const std::int64_t> lengths, Bands bands) const VT_LOCKED;
-  std::size_t reclaimable() const VT_LOCKED;
+  MakeRoom::Spare given_up() const VT_LOCKED;
   bool make_room_ahead(std::span<const std::int64_t> lengths);
   void list_growths(std::span<const std::int64_t> lengths, Bands bands);
   bool are_ready() const VT_LOCKED;

@@ -7,7 +7,6 @@
 #include "base/align.h"
 #include "kv/slot_cache.h"
 #include "vmm/copy_on_write.h"
-#include "vmm/shared_range.h"
 
 namespace vtensor {
 
@@ -34,8 +33,9 @@ bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> len
   if (const std::size_t most = sub_sat(pages + ready, unused + elsewhere);
       prefixes_.pages() >= most && prefixes_.evictable(most) >= most)
     return true;
-  const std::size_t others = reclaimable();
-  const std::size_t still = sub_sat(pages + std::min(ready, others), unused + elsewhere + others);
+  const MakeRoom::Spare given = given_up();
+  const std::size_t still =
+      sub_sat(pages + std::min(ready, given.pages), unused + elsewhere + given.taken_back);
   return still <= prefixes_.pages() && prefixes_.evictable(still) >= still;
 }
 
@@ -82,26 +82,14 @@ SlotCache::Need SlotCache::need(std::span<const std::int64_t> lengths, Bands ban
   return need;
 }
 
-// Pages that a growth could take back: prefetched and cached ones of all clients, and unshared
-// pages of this cache's slots that wait to be unmapped; but none that a reader would keep.
-std::size_t SlotCache::reclaimable() const {
-  std::unordered_map<const SharedRange*, bool> read;
-  const auto is_read = [&read](const Client& client) VT_LOCKED {
-    const SharedRange* const shared = client.range().shared().get();
-    if (shared == nullptr) return false;
-    const auto [known, added] = read.try_emplace(shared, false);
-    if (added) known->second = shared->readers() != 0;
-    return known->second;
-  };
-  PoolCounts counts;
-  for (const Client* client : pool_->clients()) {
-    if (!is_read(*client)) client->count(counts);
-  }
-  std::size_t pages = counts.prefetched + counts.cached;
-  for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) {
-    if (!is_read(*buffer)) pages += buffer->pages_coming({0, buffer->range().reserved()});
-  }
-  return pages;
+// What a growth that lacks pages gives up, and unshared pages of this cache's slots that wait to be
+// unmapped.
+MakeRoom::Spare SlotCache::given_up() const {
+  MakeRoom::Readers readers;
+  MakeRoom::Spare given = MakeRoom(*pool_).spare(readers);
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.all())
+    given.add(buffer->pages_coming({0, buffer->range().reserved()}), readers.read(*buffer));
+  return given;
 }
 
 }  // namespace vtensor

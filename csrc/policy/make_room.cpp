@@ -225,6 +225,24 @@ std::size_t MakeRoom::missing(std::size_t pages) const {
   return sub_sat(pages, pages_to_come() + counts.cached);
 }
 
+bool MakeRoom::Readers::read(const Client& client) {
+  const SharedRange* const shared = client.range().shared().get();
+  if (shared == nullptr) return false;
+  const auto [known, added] = known_.try_emplace(shared, false);
+  if (added) known->second = shared->readers() != 0;
+  return known->second;
+}
+
+MakeRoom::Spare MakeRoom::spare(Readers& readers) const {
+  Spare spare;
+  for (const Client* const client : pool_.clients()) {
+    PoolCounts counts;
+    client->count(counts);
+    spare.add(counts.cached + counts.prefetched, readers.read(*client));
+  }
+  return spare;
+}
+
 std::size_t MakeRoom::begin(std::size_t pages) {
   std::size_t found = pages_to_come();
   while (found < pages && !pool_.cached().empty()) {
@@ -298,11 +316,10 @@ void MakeRoom::answer(PoolLock& lock, std::uint32_t request) {
     const Unlocked shrinkers_take_the_lock(lock);
     for (const std::shared_ptr<Shrinker>& shrinker : all) shrinkable += shrinker->shrinkable();
   }
-  PoolCounts counts;
-  for (Client* client : pool_.clients()) client->count(counts);
-  pool_.store().ledger()->answer(
-      request, (counts.cached + counts.prefetched + shrinkable) * pool_.page_size(),
-      pool_.store().spare() * pool_.page_size());
+  Readers readers;
+  pool_.store().ledger()->answer(request,
+                                 (spare(readers).taken_back + shrinkable) * pool_.page_size(),
+                                 pool_.store().spare() * pool_.page_size());
 }
 
 bool MakeRoom::give_all_back(bool spare) noexcept {
