@@ -474,8 +474,14 @@ class VTensorLayer(DynamicLayer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         dense = state.pop("dense")
         self.__dict__.update(state)
-        if dense:
-            VTensorLayer.update(self, *dense)
+        if dense:  # may be more than max_len, while drafts are tried
+            keys, values = dense
+            owner = self._copy_of(keys)
+            try:
+                self._adopt(owner, self._copy_of(values))
+            except BaseException:
+                owner.close()
+                raise
 
 
 def _heads_first(owner: VTensor, states: torch.Tensor) -> torch.Tensor:

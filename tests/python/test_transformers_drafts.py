@@ -64,6 +64,9 @@ def test_of_a_step_the_first_token_counts(pages):
     assert cache.get_seq_length() == 16 and torch.equal(view, kept)  # I3: the addresses moved
     with pytest.raises(vtensor.CapacityExceeded, match="16 tokens and 1 more, but max_len=8"):
         cache.update(*states(1, 1), 0)
+    loaded = pickle.loads(pickle.dumps(cache))  # with what is tried
+    assert torch.equal(loaded.layers[0].keys, cache.layers[0].keys)
+    loaded.reset()
     cache.crop(-9)
     assert torch.equal(cache.layers[0].keys, kept)
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
