@@ -85,10 +85,13 @@ SlotCache::Need SlotCache::need(std::span<const std::int64_t> lengths, Bands ban
 // What a growth that lacks pages gives up, and unshared pages of this cache's slots that wait to be
 // unmapped.
 MakeRoom::Spare SlotCache::given_up() const {
-  MakeRoom::Readers readers;
-  MakeRoom::Spare given = MakeRoom(*pool_).spare(readers);
-  for (const std::shared_ptr<Buffer>& buffer : buffers_.all())
-    given.add(buffer->pages_coming({0, buffer->range().reserved()}), readers.read(*buffer));
+  MakeRoom::Spare given = MakeRoom(*pool_).spare();
+  const bool read = buffers_.all().front()->range().is_read();
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) {
+    const std::size_t pages = buffer->pages_coming({0, buffer->range().reserved()});
+    given.pages += pages;
+    if (!read) given.taken_back += pages;
+  }
   return given;
 }
 

@@ -402,7 +402,7 @@ void Client::enter_back(const Reservation::Departure& departure) {
 std::vector<Reservation::Run> Client::unclean(std::size_t most) const {
   for (const Why why : {Why::prefetched, Why::cached}) {
     // Readers show what a freed slot had until it is used again.
-    if (why == Why::cached && range_.shared() && range_.shared()->readers() != 0) continue;
+    if (why == Why::cached && range_.is_read()) continue;
     for (const Interval indices : range_.runs_of(why)) {
       std::vector<Reservation::Run> runs = range_.unclean_in(indices, most);
       if (!runs.empty()) return runs;

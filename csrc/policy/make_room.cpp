@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "base/align.h"
@@ -225,22 +226,15 @@ std::size_t MakeRoom::missing(std::size_t pages) const {
   return sub_sat(pages, pages_to_come() + counts.cached);
 }
 
-bool MakeRoom::Readers::read(const Client& client) {
-  const SharedRange* const shared = client.range().shared().get();
-  if (shared == nullptr) return false;
-  const auto [known, added] = known_.try_emplace(shared, false);
-  if (added) known->second = shared->readers() != 0;
-  return known->second;
-}
-
-MakeRoom::Spare MakeRoom::spare(Readers& readers) const {
-  Spare spare;
+MakeRoom::Spare MakeRoom::spare() const {
+  const std::unordered_set<const SharedRange*> read = pool_.shared().read();
+  PoolCounts all, kept;
   for (const Client* const client : pool_.clients()) {
-    PoolCounts counts;
-    client->count(counts);
-    spare.add(counts.cached + counts.prefetched, readers.read(*client));
+    client->count(all);
+    if (read.contains(client->range().shared().get())) client->count(kept);
   }
-  return spare;
+  const std::size_t pages = all.cached + all.prefetched;
+  return {pages, pages - kept.cached - kept.prefetched};
 }
 
 std::size_t MakeRoom::begin(std::size_t pages) {
@@ -316,9 +310,7 @@ void MakeRoom::answer(PoolLock& lock, std::uint32_t request) {
     const Unlocked shrinkers_take_the_lock(lock);
     for (const std::shared_ptr<Shrinker>& shrinker : all) shrinkable += shrinker->shrinkable();
   }
-  Readers readers;
-  pool_.store().ledger()->answer(request,
-                                 (spare(readers).taken_back + shrinkable) * pool_.page_size(),
+  pool_.store().ledger()->answer(request, (spare().taken_back + shrinkable) * pool_.page_size(),
                                  pool_.store().spare() * pool_.page_size());
 }
 

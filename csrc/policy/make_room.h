@@ -21,7 +21,6 @@
 #include <cstdint>
 #include <functional>
 #include <type_traits>
-#include <unordered_map>
 
 #include "base/errors.h"
 #include "vmm/caller.h"
@@ -29,9 +28,7 @@
 
 namespace vtensor {
 
-class Client;
 class PagePool;
-class SharedRange;
 
 class MakeRoom {
  public:
@@ -54,26 +51,11 @@ class MakeRoom {
   // The pages that `begin` would report missing, without a change.
   std::size_t missing(std::size_t pages) const VT_LOCKED;
 
-  // Which clients have living readers, asked of the system once for each range.
-  class Readers {
-   public:
-    bool read(const Client& client) VT_LOCKED;
-
-   private:
-    std::unordered_map<const SharedRange*, bool> known_;
-  };
-  // Pages that a search for memory gives up.
+  // Pages that rungs 2 and 3 give up, and those of them that no reader keeps.
   struct Spare {
-    std::size_t pages = 0;
-    std::size_t taken_back = 0;  // of these, those that no reader keeps
-
-    void add(std::size_t more, bool read) {
-      pages += more;
-      if (!read) taken_back += more;
-    }
+    std::size_t pages = 0, taken_back = 0;
   };
-  // Those of rungs 2 and 3.
-  Spare spare(Readers& readers) const VT_LOCKED;
+  Spare spare() const VT_LOCKED;
 
   // Waits for the next change. False at once if no page is on its way out.
   bool await_leaving(PoolLock& lock) VT_LOCKED;

@@ -196,4 +196,12 @@ std::size_t SharedRanges::kept() const {
   return pages;
 }
 
+std::unordered_set<const SharedRange*> SharedRanges::read() const {
+  std::unordered_set<const SharedRange*> read;
+  for (const std::shared_ptr<SharedRange>& range : all_) {
+    if (range->readers() != 0) read.insert(range.get());
+  }
+  return read;
+}
+
 }  // namespace vtensor

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -108,6 +109,8 @@ class SharedRanges {
   bool collect() noexcept VT_LOCKED;
   // Pages that are in use only because a reader may read them, or a page table has them too.
   std::size_t kept() const VT_LOCKED;
+  // Ranges with living readers.
+  std::unordered_set<const SharedRange*> read() const VT_LOCKED;
 
  private:
   friend class SharedRange;
