@@ -241,7 +241,8 @@ void Arena::ask_mapper() {
 
 void Arena::arrived_ahead(const Reservation::Arrival& arrival) {
   for (const Reservation::Run& run : arrival.runs) {
-    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) uses_.reserved(i).ahead = true;
+    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
+      uses_.reserved(i).ahead = true;
   }
   note_arrival(arrival);
 }
