@@ -498,6 +498,14 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
 void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots, Bands bands) {
   lengths_->require_to_swap(caller, slots, bands, false);
   swaps_.settle();
+  std::vector<std::int64_t> lengths(buffers_.shape().slots);
+  for (const std::size_t slot : slots)
+    lengths[slot] = static_cast<std::int64_t>(lengths_->length(slot));
+  {
+    // All at once, or no slot begins to come back: readers would keep its pages for a while.
+    PoolLock lock(pool_);
+    MakeRoom(*pool_).ready(lock, caller.operation, need(lengths, bands).pages);
+  }
   swaps_.swap_in(caller, slots, bands);
   for (const std::size_t slot : slots) lengths_->swap_in(slot, bands);
   look_further(slots);

@@ -271,6 +271,25 @@ def test_a_group_comes_back_whole_or_not_at_all(pool_factory, kind):
 
 
 @pytest.mark.exact
+def test_a_group_that_does_not_fit_leaves_no_pages_with_a_reader(pool_factory):
+    """Its pages are found before the first of them is mapped."""
+    pool = pool_factory("host", 6 * RANGES, shareable=True)
+    with make_cache(pool) as cache:
+        a, b = cache.alloc(), cache.alloc()
+        assert cache.step(lengths(3 * UNIT, 3 * UNIT))
+        cache.swap_out([a, b])
+        pool.wait_idle()
+        ours, theirs = multiprocessing.Pipe()
+        with ours, theirs:
+            ours.send(cache)
+            reader = theirs.recv()
+        other = vtensor.empty(PAGE, grow_dim=0, capacity=PAGE, dtype=torch.uint8, pool=pool)
+        assert not cache.swap_in([a, b]) and pool.stats().pages_held_by_readers == 0
+        assert cache.swap_in([a])
+        reader.close(), other.close()
+
+
+@pytest.mark.exact
 def test_a_group_of_which_some_are_back(pool_factory, kind):
     length = 2 * UNIT + 3
     with make_cache(pool_factory(kind, 400)) as cache:
