@@ -113,7 +113,9 @@ bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
       try {
         if (!store.make_ready(lock, pages)) return unlocked;
       } catch (const DeviceOutOfMemory&) {
-        if (!take_back(lock, request, missing)) throw;
+        // Without the lock others may have given back what is missing.
+        const std::size_t still = sub_sat(pages, store.spare());
+        if (still != 0 && !take_back(lock, request, still)) throw;
       }
     } else if (!take_back(lock, request, missing)) {
       trace::event(trace::What::out_of_memory, 0, missing * pool_.page_size());
