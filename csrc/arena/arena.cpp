@@ -239,20 +239,14 @@ void Arena::ask_mapper() {
   pool_->wake_mapper();
 }
 
-void Arena::arrived_ahead(const Reservation::Arrival& arrival) {
-  for (const Reservation::Run& run : arrival.runs) {
-    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
-      uses_.reserved(i).ahead = true;
-  }
-  note_arrival(arrival);
-}
-
 void Arena::note_arrival(const Reservation::Arrival& arrival) {
   ++clock_;
   for (const Reservation::Run& run : arrival.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      uses_.reserved(i).mapped_at = clock_;
-      if (uses_[i].blocks != 0 && is_mapped(range_.at(0, i))) set_why(i, used());
+      Use& use = uses_.reserved(i);
+      use.mapped_at = clock_;
+      use.ahead = arrival.ahead;
+      if (use.blocks != 0 && is_mapped(range_.at(0, i))) set_why(i, used());
     }
   }
 }

@@ -101,7 +101,9 @@ class Arena : public Client {
   };
 
   static std::size_t pages_for(const PagePool& pool, std::size_t bytes, const Caller& caller);
-  void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
+  void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED {
+    note_arrival(arrival);
+  }
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;
   // Makes their uses and page table entries present. Throws std::bad_alloc.
