@@ -138,11 +138,15 @@ class VTensorLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes empty K and V for states of this shape, [batch, heads, any, head_dim], dtype and device."""
-        keys = self._make_owner(key_states)
+        self._adopt_made(self._make_owner, key_states, value_states)
+
+    def _adopt_made(self, make: Callable[[Any], VTensor], keys: Any, values: Any) -> None:
+        """Makes owners of both, K first, and adopts them, or neither."""
+        owner = make(keys)
         try:
-            self._adopt(keys, self._make_owner(value_states))
+            self._adopt(owner, make(values))
         except BaseException:
-            keys.close()
+            owner.close()
             raise
 
     def _adopt(self, keys: VTensor, values: VTensor, **others: Any) -> None:
@@ -457,12 +461,7 @@ class VTensorLayer(DynamicLayer):
         memo[id(self)] = copied = twin_of(self)
         copied.__dict__.update(owners=None, is_initialized=False)
         if self.owners is not None:
-            keys = self.owners[0].fork()
-            try:
-                copied._adopt(keys, self.owners[1].fork())
-            except BaseException:
-                keys.close()
-                raise
+            copied._adopt_made(lambda owner: owner.fork(), *self.owners)
         return copied  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -475,13 +474,7 @@ class VTensorLayer(DynamicLayer):
         dense = state.pop("dense")
         self.__dict__.update(state)
         if dense:  # may be more than max_len, while drafts are tried
-            keys, values = dense
-            owner = self._copy_of(keys)
-            try:
-                self._adopt(owner, self._copy_of(values))
-            except BaseException:
-                owner.close()
-                raise
+            self._adopt_made(self._copy_of, *dense)
 
 
 def _heads_first(owner: VTensor, states: torch.Tensor) -> torch.Tensor:
