@@ -9,7 +9,7 @@ import torch
 
 import vtensor
 from cuda_support import device, needs_simcuda
-from support import eventually, filled, within
+from support import eventually, filled, run_snippet, within
 from vtensor._base.streams import stream_handle
 
 
@@ -169,6 +169,35 @@ def test_several_pools_and_devices(sim, stream_pool, ahead):
         assert sim.illegal_accesses() == 0
         for pool in pools:
             pool.close()
+
+
+_STREAM_IS_GONE = """
+from stream_support import SimulatedDevice
+pool = open_pool("simcuda", patience=0.5)
+sim = SimulatedDevice()
+t = filled(pool, 16)
+stream = sim.stream()
+t.record_stream(stream)
+sim.destroy(stream)
+t.close()
+assert pool.stats().pages_pinned == 4
+try:
+    pool.wait_idle()
+except vtensor.DriverError as error:
+    assert "INVALID_HANDLE" in str(error), error
+else:
+    raise AssertionError("nobody was told")
+assert pool.stats().pages_pinned == pool.stats().pages_used == 4
+with filled(pool, 16, 9) as u:
+    assert u.eq(9).all()
+pool.close()
+"""
+
+
+@needs_simcuda
+def test_a_stream_that_is_gone_cannot_be_waited_for():
+    """The fence is refused: the call raises, the pages stay for good, and the pool keeps working."""
+    run_snippet(_STREAM_IS_GONE, finalize=True).check()
 
 
 @needs_simcuda
