@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -364,6 +366,14 @@ def simcuda_leaks() -> SimcudaLeaks:
     leaks = simcuda_control().simcuda_leaks
     leaks.restype = SimcudaLeaks
     return leaks()
+
+
+def received(what: Any) -> Any:
+    """What arrives of an object of a shareable pool, here in the same process."""
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        ours.send(what)
+        return theirs.recv()
 
 
 def simcuda_disarm() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import threading
 import time
@@ -14,7 +13,7 @@ import torch
 import vtensor
 from cuda_support import free_memory, needs_simcuda
 from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, filled, grown, lengths_with, make_cache, used
-from support import draws, run_snippet
+from support import draws, received, run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents
 
@@ -57,10 +56,7 @@ def test_cached_pages_that_a_reader_keeps_do_not_count(pool_factory):
     with make_cache(pool) as cache:
         a, b = cache.alloc(), cache.alloc()
         assert grown(cache, a, 3 * UNIT)
-        ours, theirs = multiprocessing.Pipe()
-        with ours, theirs:
-            ours.send(cache)
-            reader = theirs.recv()
+        reader = received(cache)
         cache.free(a)
         pool.wait_idle()
         assert pool.stats().pages_cached == 3 * RANGES
@@ -279,10 +275,7 @@ def test_a_group_that_does_not_fit_leaves_no_pages_with_a_reader(pool_factory):
         assert cache.step(lengths(3 * UNIT, 3 * UNIT))
         cache.swap_out([a, b])
         pool.wait_idle()
-        ours, theirs = multiprocessing.Pipe()
-        with ours, theirs:
-            ours.send(cache)
-            reader = theirs.recv()
+        reader = received(cache)
         other = vtensor.empty(PAGE, grow_dim=0, capacity=PAGE, dtype=torch.uint8, pool=pool)
         assert not cache.swap_in([a, b]) and pool.stats().pages_held_by_readers == 0
         assert cache.swap_in([a])

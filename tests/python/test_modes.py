@@ -6,7 +6,6 @@ import contextlib
 import copy
 import ctypes
 import inspect
-import multiprocessing
 import sys
 
 import pytest
@@ -16,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vtensor
-from support import run_snippet
+from support import received, run_snippet
 from vtensor import testing, together
 
 PAGE = 4096
@@ -203,17 +202,8 @@ class Walk:
             self.note("state", state["momentum_buffer"])
 
     def readers(self):
-        given, ours, theirs = self.given, *multiprocessing.Pipe()
-
-        def received(what):
-            ours.send(what)
-            return theirs.recv()
-
-        with (
-            testing.host_pool(page_size=PAGE, budget=64 * PAGE, strict_holes=False, shareable=True) as pool,
-            ours,
-            theirs,
-        ):
+        given = self.given
+        with testing.host_pool(page_size=PAGE, budget=64 * PAGE, strict_holes=False, shareable=True) as pool:
             t = vtensor.empty(0, WIDTH, grow_dim=0, capacity=64, dtype=torch.int32, pool=pool)
             reader = received(t.append(given.rows.cpu()))
             t.append(given.rows.cpu())

@@ -6,7 +6,6 @@ import copy
 import time
 import weakref
 from contextlib import suppress
-from multiprocessing import Pipe
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from vtensor.integrations.flex_attention import CacheMask
 from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
-from support import run_snippet
+from support import received, run_snippet
 from vtensor import testing, together
 from vtensor.replay import read_trace
 from vtensor.serving import Request
@@ -180,14 +179,6 @@ def test_a_cache_on_device_0_of_the_cpu_takes_a_pool_of_the_cpu(small):
         assert cache.pool is small
     with pytest.raises(vtensor.InvalidArgument, match="leave one of them out"):
         vtensor.KVCache(1, 1, 4, 3, 64, device="cuda:0", pool=small)
-
-
-def received(what):
-    """What arrives of an object of a shareable pool, here in the same process."""
-    ours, theirs = Pipe()
-    with ours, theirs:
-        ours.send(what)
-        return theirs.recv()
 
 
 def test_a_closed_reader_says_so(shareable):
