@@ -217,9 +217,6 @@ class Buffer final : public Client {
   // Waits for the work of all streams that use the pages. Throws as `require_no_capture` does, and
   // TimedOut.
   void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;
-  template <typename Find>
-  std::vector<Reservation::Run> have_ready(PoolLock& lock, const Caller& caller, Find find)
-      VT_LOCKED;
   std::unique_ptr<Busy> quieten(PoolLock& lock, const Caller& caller) VT_LOCKED;
   // Gives `runs` pages of their own, and zeroes `stale` positions. Requires: busy.
   void unshare_runs(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,

@@ -119,6 +119,11 @@ void Buffer::grow(const Caller& caller, Interval positions, bool populate, Inter
   grow_all(caller, {&growth, 1}, populate);
 }
 
+void Buffer::unshare(const Caller& caller, Interval positions) {
+  const Growth growth{this, positions_, positions};
+  grow_all(caller, {&growth, 1}, false);
+}
+
 void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, bool populate) {
   if (growths.empty()) return;
   const std::shared_ptr<PagePool>& pool = growths.front().buffer->pool_;
@@ -147,8 +152,12 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
     for (Growing& one : all) again |= one.buffer.await_turn(lock, caller);
     if (again) continue;  // while one was waited for, another may have become busy
     const std::size_t pages = needed();
+    std::size_t copied = 0;  // by the kernel: unsharing replaces these pages
+    if (pages > pool->store().unused()) {
+      for (const Growing& one : all) copied += count_private_copies(one.range, one.copy_on_write);
+    }
     try {
-      again = MakeRoom(*pool).ready(lock, caller.operation, pages);
+      again = MakeRoom(*pool).ready(lock, caller.operation, pages, copied);
     } catch (const OutOfPages&) {
       // Pages that have left meanwhile may have been shared with these alone.
       again = needed() < pages;

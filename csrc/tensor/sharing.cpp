@@ -12,33 +12,6 @@
 
 namespace vtensor {
 
-// Finds runs of pages to unshare, and memory for their copies, under one hold of the lock.
-template <typename Find>
-std::vector<Reservation::Run> Buffer::have_ready(PoolLock& lock, const Caller& caller, Find find) {
-  std::vector<Reservation::Run> runs;
-  do {
-    await_turn(lock, caller);
-    runs = find();
-  } while (MakeRoom(*pool_).ready(lock, caller.operation, count_fresh_pages(range_, runs),
-                                  count_private_copies(range_, runs)));
-  return runs;
-}
-
-void Buffer::unshare(const Caller& caller, Interval positions) {
-  const Interval indices = indices_of(positions);
-  PoolLock lock(pool_);
-  pool_->reap();
-  if (range_.collect(indices, is_copy_on_write).empty()) return;
-  await_streams(lock, caller);
-  const std::vector<Reservation::Run> runs = have_ready(
-      lock, caller, [&]() VT_LOCKED { return range_.collect(indices, is_copy_on_write); });
-  const std::size_t fresh = count_fresh_pages(range_, runs);
-  const Busy busy(*this, lock, caller);
-  unshare_runs(lock, caller, runs);
-  trace::event(trace::What::unshare, range_.address(runs.front()), fresh * range_.page_size(),
-               range_.base());
-}
-
 void Buffer::unshare_runs(PoolLock& lock, const Caller& caller,
                           std::span<const Reservation::Run> runs, Interval stale) {
   try {
@@ -48,6 +21,9 @@ void Buffer::unshare_runs(PoolLock& lock, const Caller& caller,
     work_.note(driver_.side_stream());
     throw;
   }
+  if (runs.empty()) return;
+  trace::event(trace::What::unshare, range_.address(runs.front()),
+               Reservation::pages_of(runs) * range_.page_size(), range_.base());
 }
 
 void Buffer::await_streams(PoolLock& lock, const Caller& caller) {
@@ -69,8 +45,12 @@ void Buffer::await_streams(PoolLock& lock, const Caller& caller) {
 // them, gives private copies handles so that they can be shared (I6), and marks the buffer busy.
 std::unique_ptr<Buffer::Busy> Buffer::quieten(PoolLock& lock, const Caller& caller) {
   await_streams(lock, caller);
-  const std::vector<Reservation::Run> private_copies =
-      have_ready(lock, caller, [&]() VT_LOCKED { return private_copies_in(range_, extent_); });
+  std::vector<Reservation::Run> private_copies;
+  do {
+    await_turn(lock, caller);
+    private_copies = private_copies_in(range_, extent_);
+  } while (MakeRoom(*pool_).ready(lock, caller.operation, count_fresh_pages(range_, private_copies),
+                                  count_private_copies(range_, private_copies)));
   auto busy = std::make_unique<Busy>(*this, lock, caller);
   unshare_runs(lock, caller, private_copies);
   return busy;

@@ -21,7 +21,6 @@
 #include "vmm/page_store.h"
 #include "vmm/page_table.h"
 #include "vmm/pool_lock.h"
-#include "vmm/reservation.h"
 #include "vmm/shared_range.h"
 
 namespace vtensor {

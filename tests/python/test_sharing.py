@@ -408,6 +408,20 @@ def test_folding_that_does_not_fit_raises_and_loses_nothing(pool_factory):
     assert stats.pages_used == 5 and stats.pages_used + stats.pages_free == 8  # I5
 
 
+@pytest.mark.exact
+@pytest.mark.parametrize("operation", ["append", "unshare"])
+def test_a_page_that_replaces_what_the_kernel_copied_fits_a_full_budget(pool_factory, operation):
+    pool = pool_factory("host", pages=2)
+    parent = filled(pool, PER_PAGE - 1, 1)
+    child = parent.fork()
+    child[0] = 2
+    stats = pool.stats()
+    assert (stats.pages_used, stats.pages_free, stats.pages_private) == (2, 0, 1)
+    child.append(child[:1].clone()) if operation == "append" else child.unshare(0, 1)
+    assert pool.stats().pages_private == 0
+    assert child[0].eq(2).all() and child[1:3].eq(1).all() and child[3:].eq(2).all() and parent.eq(1).all()
+
+
 # --- deepcopy and reindex ---------------------------------------------------------------------------------
 
 
