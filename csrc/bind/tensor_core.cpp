@@ -285,7 +285,7 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
     update(self);
   } catch (...) {
     positions_ = before;
-    retract(caller);
+    retract();
     throw;
   }
   return copied;
@@ -396,7 +396,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
     torch.copy_into(self, spec_.grow_dim, before, n, kept);
   } catch (...) {
     positions_.end -= n;
-    retract(operation.caller());
+    retract();
     update(self);
     throw;
   }
@@ -429,8 +429,11 @@ void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::size
       front ? Interval{before.begin + n, before.end} : Interval{before.begin, before.end - n};
   const trace::Span span = traced(trace::What::shrink, front ? before.begin : after.end, n);
   if (after.empty()) after = {};  // an empty tensor has all of its capacity again
+  without_gil([&] {
+    buffer_->use(caller);
+    buffer_->retract(after);
+  });
   positions_ = after;
-  retract(caller);
   try {
     update(self);
   } catch (...) {
@@ -441,8 +444,8 @@ void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::size
   }
 }
 
-void TensorCore::retract(const Caller& caller) {
-  without_gil([&] { buffer_->retract(caller, positions_); });
+void TensorCore::retract() noexcept {
+  without_gil([&] { buffer_->retract(positions_); });
 }
 
 nb::object TensorCore::alias(nb::handle self) {
@@ -518,7 +521,7 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
     publish(self);
   } catch (...) {
     positions_.end = kept;
-    retract(caller);
+    retract();
     throw;
   }
 }

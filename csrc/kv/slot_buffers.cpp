@@ -203,23 +203,22 @@ void SlotBuffers::use(const Caller& caller, std::size_t slot) {
   for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
 }
 
-void SlotBuffers::give_back_passed(const Caller& caller, std::size_t slot, std::size_t group,
-                                   std::size_t length) {
+void SlotBuffers::give_back_passed(std::size_t slot, std::size_t group,
+                                   std::size_t length) noexcept {
   const std::size_t begin = shape_.row_groups[group].first_seen(length);
   std::size_t& kept = slots_[slot].begins[group];
   if (page_of(group, begin) <= page_of(group, kept)) return;
   kept = begin;
   Buffer& buffer = *slots_[slot].buffers[group];
-  buffer.retract(caller, {begin, buffer.positions().end}, shape_.max_length);
+  buffer.retract({begin, buffer.positions().end}, shape_.max_length);
 }
 
-void SlotBuffers::truncate(const Caller& caller, std::size_t slot, std::size_t group,
-                           std::size_t length) {
+void SlotBuffers::truncate(std::size_t slot, std::size_t group, std::size_t length) noexcept {
   if (length == 0) slots_[slot].begins[group] = 0;
   Buffer& buffer = *slots_[slot].buffers[group];
   Interval kept = needed(slot, group, length);
   kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
-  buffer.retract(caller, kept, length + shape_.tail() + shape_.lookahead);
+  buffer.retract(kept, length + shape_.tail() + shape_.lookahead);
 }
 
 SharedRange* SlotBuffers::share(const Caller& caller) {

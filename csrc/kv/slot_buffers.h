@@ -62,10 +62,9 @@ class SlotBuffers {
   // Work in the caller's stream uses the slot's rows.
   void use(const Caller& caller, std::size_t slot);
   // Gives back the pages that a window no longer sees at `length` positions.
-  void give_back_passed(const Caller& caller, std::size_t slot, std::size_t group,
-                        std::size_t length);
+  void give_back_passed(std::size_t slot, std::size_t group, std::size_t length) noexcept;
   // Gives back the pages past `length`, its tile and its look-ahead.
-  void truncate(const Caller& caller, std::size_t slot, std::size_t group, std::size_t length);
+  void truncate(std::size_t slot, std::size_t group, std::size_t length) noexcept;
   // A fork has the positions that its source still has.
   void begin_as(std::size_t slot, std::size_t source) {
     slots_[slot].begins = slots_[source].begins;

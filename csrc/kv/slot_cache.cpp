@@ -154,7 +154,7 @@ void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths
       const std::size_t length = lengths_->length(slot, rows.band);
       const bool grows = bands.empty() || static_cast<std::int64_t>(length) < lengths[slot];
       if (rows.window != 0 && grows && names(bands, rows.band))
-        buffers_.give_back_passed(caller, slot, group, length);
+        buffers_.give_back_passed(slot, group, length);
     }
   }
   lengths_->step(lengths, due_, bands);
@@ -331,10 +331,12 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
   if (length == now && !lengths_->differ(slot)) return;
   await_arrival(caller, slot);
   protect(caller, slot, length);
+  buffers_.use(caller, slot);
+  // From here on nothing is refused.
   hide(slot, length);
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     if (!lengths_->is_away(slot, buffers_.group(group).band))
-      buffers_.truncate(caller, slot, group, length);
+      buffers_.truncate(slot, group, length);
   }
   lengths_->truncate(slot, length);
   std::vector<Token>& tokens = prompts_[slot].tokens;
@@ -513,10 +515,10 @@ void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots
 
 void SlotCache::use(const Caller& caller) {
   if (caller.stream == stream_) return;
-  stream_ = caller.stream;
   for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot) {
     if (lengths_->state(slot) != SlotState::free) buffers_.use(caller, slot);
   }
+  stream_ = caller.stream;
 }
 
 }  // namespace vtensor

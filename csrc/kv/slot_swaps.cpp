@@ -142,7 +142,7 @@ void SlotSwaps::swap_out(const Caller& caller, std::span<const std::size_t> slot
       slot.away[band] = part.swapped;
       std::erase_if(slot.arriving, [band](const Arriving& copy) { return copy.band == band; });
     }
-    send_back(caller, part);
+    send_back(part);
   }
 }
 
@@ -163,7 +163,7 @@ void SlotSwaps::swap_in(const Caller& caller, std::span<const std::size_t> slots
       share_again(caller, part);
     }
   } catch (...) {
-    for (std::size_t i = 0; i < arriving.size(); ++i) send_back(caller, parts[i]);
+    for (std::size_t i = 0; i < arriving.size(); ++i) send_back(parts[i]);
     for (Group* const group : opened) group->pages.clear();
     throw;
   }
@@ -208,7 +208,7 @@ std::list<SlotSwaps::Arriving> SlotSwaps::bring_in(const Caller& caller, const P
           {layer, buffers_.band_of_layer(layer), driver_.fence(driver_.copy_stream())});
     }
   } catch (...) {
-    send_back(caller, part);
+    send_back(part);
     throw;
   }
   return arriving;
@@ -235,15 +235,14 @@ void SlotSwaps::restore(const Caller& caller, const Part& part, std::size_t leng
     }
     Buffer::grow_all(caller, growths, false);
   } catch (...) {
-    for (const std::size_t group : part.groups) buffers[group]->retract(caller, {});
+    for (const std::size_t group : part.groups) buffers[group]->retract({});
     throw;
   }
 }
 
-// Unmaps a part's pages, after the copies from and to them.
-void SlotSwaps::send_back(const Caller& caller, const Part& part) noexcept {
-  const Caller copying{caller.operation, driver_.copy_stream()};
-  for (const std::size_t group : part.groups) buffers_.at(part.slot, group).retract(copying, {});
+// Unmaps a part's pages, after the copies from and to them, which `order_copies` has noted.
+void SlotSwaps::send_back(const Part& part) noexcept {
+  for (const std::size_t group : part.groups) buffers_.at(part.slot, group).retract({});
 }
 
 // The first slot of a group is back: the others will map its pages. If a refusal prevents that,

@@ -121,7 +121,7 @@ class SlotSwaps {
   void order_copies(const Caller& caller, const Part& part);
   std::list<Arriving> bring_in(const Caller& caller, const Part& part);
   void restore(const Caller& caller, const Part& part, std::size_t length, const Prefix& prefix);
-  void send_back(const Caller& caller, const Part& part) noexcept;
+  void send_back(const Part& part) noexcept;
   void share_again(const Caller& caller, const Part& part) noexcept;
   void drop(std::size_t slot, Bands bands) noexcept;
   void release(std::list<Held>& memory) noexcept;

@@ -266,9 +266,8 @@ std::size_t Buffer::lead() const {
   return std::max(position, std::min({wanted, shape_.capacity, allowed}));
 }
 
-void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep) {
-  PoolLock lock(pool_);
-  work_.note(caller);
+void Buffer::retract(Interval positions, std::size_t keep) noexcept {
+  const PoolLock lock(pool_);
   const std::size_t was_ready = ready_end_;
   assign(positions, indices_of(positions));
   // Truncated pages that the look-ahead would want again stay ready.

@@ -34,7 +34,8 @@ class Owner {
     positions_ = front ? Interval{positions_.begin + n, positions_.end}
                        : Interval{positions_.begin, positions_.end - n};
     if (positions_.empty()) positions_ = {};
-    buffer_->retract(caller_, positions_);
+    buffer_->use(caller_);
+    buffer_->retract(positions_);
   }
   void prepare(std::size_t n) { buffer_->prepare(std::min(shape_.capacity, positions_.end + n)); }
 

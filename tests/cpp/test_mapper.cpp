@@ -337,7 +337,7 @@ TEST_CASE("an owner whose own pages are on their way out gets them back as other
   const RowShape shape{1, kBytes, 128, 0, false};
   const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
   buffer->grow(kCaller, {0, 60}, false);
-  buffer->retract(kCaller, {50, 60});
+  buffer->retract({50, 60});
   const auto begin = steady_clock::now();
   CHECK_NOTHROW(buffer->grow(kCaller, {50, 110}, false));
   CHECK(steady_clock::now() - begin < kPatience / 2);
@@ -495,7 +495,7 @@ TEST_CASE("a pool ends although an unmapping was refused once (I14)") {
   std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, 16, 0, false}, kCaller);
   buffer->grow(kCaller, {0, 8}, false);
   pool->driver().meter().fail_after(0);
-  buffer->retract(kCaller, {0, 4});
+  buffer->retract({0, 4});
   pool->driver().meter().disarm();
   CHECK(pool->driver().meter().refused(Call::munmap) == 1);
   std::exchange(buffer, nullptr)->abandon();  // which unmaps all
@@ -555,7 +555,7 @@ struct Asking {
 
 TEST_CASE("a pool answers once it has given up all it can") {
   const Asking asking;
-  asking.buffer->retract(kCaller, {});
+  asking.buffer->retract({});
   PoolLock lock(asking.pool);  // not the mapper gives: no call here lets the lock go
   REQUIRE(asking.pool->store().releasable() == 64);
   asking.ledger->want(64 * kBytes);

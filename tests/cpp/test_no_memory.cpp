@@ -72,6 +72,17 @@ void let_go(std::shared_ptr<PagePool>& pool) {
   slots::Bench<T>::await_end();
 }
 
+// I3: each slot has the positions that its length says.
+void check_lengths(const SlotCache& cache) {
+  for (std::size_t slot = 0; slot < cache.buffers().shape().slots; ++slot) {
+    if (cache.lengths().state(slot) != SlotState::used || cache.expects(slot)) continue;
+    for (std::size_t group = 0; group < cache.buffers().groups(); ++group) {
+      const Interval needed = cache.buffers().needed(slot, group, cache.lengths().length(slot));
+      CHECK(intersection(needed, cache.buffers().at(slot, group).positions()) == needed);
+    }
+  }
+}
+
 using Operation = std::function<void()>;
 
 // `prepare` returns the operation.
@@ -96,6 +107,7 @@ void each_allocation(const std::string& name, const std::function<Operation(Benc
         allowed = -1;
       }
       CHECK_NOTHROW(bench.pool->check_invariants());
+      if (bench.cache) check_lengths(*bench.cache);
       bench.end();
       bench.pool->retire();
       CHECK_NOTHROW(bench.pool->wait_idle(kPatience));
@@ -130,7 +142,7 @@ TEST_CASE_TEMPLATE("tensors", T, OnHost, OnSimulation) {
     return [buffer = bench.buffer(3)] { buffer->grow(kCaller, {0, 40}, true); };
   });
   each_allocation<T>("retract", [](Bench& bench) {
-    return [buffer = bench.buffer(40)] { buffer->retract(kCaller, {5, 20}); };
+    return [buffer = bench.buffer(40)] { buffer->retract({5, 20}); };
   });
   each_allocation<T>("close", [](Bench& bench) {
     return [buffer = bench.buffer(40), &bench] {
@@ -344,7 +356,7 @@ TEST_CASE_TEMPLATE("pools", T, OnHost, OnSimulation) {
   each_allocation<T>("settle", [](Bench& bench) {
     const auto buffer = bench.buffer(40);
     bench.pool->driver().meter().fail_after(0);
-    buffer->retract(kCaller, {0, 3});  // whose unmapping is refused
+    buffer->retract({0, 3});  // whose unmapping is refused
     bench.pool->driver().meter().disarm();
     return [&pool = *bench.pool] {
       pool.counts();
@@ -376,6 +388,15 @@ TEST_CASE_TEMPLATE("slots", T, OnHost, OnSimulation) {
       open(bench);
       return [&cache = *bench.cache] {
         cache.alloc({"test", cache.pool()->driver().copy_stream()}, 10);
+      };
+    });
+    each_allocation<T>("truncate in a stream", [&](Bench& bench) {
+      open(bench);
+      std::vector<std::int64_t> lengths(4);
+      lengths[bench.cache->alloc(kCaller, 40)] = 40;
+      bench.cache->step(kCaller, lengths);
+      return [&cache = *bench.cache] {
+        cache.truncate({"test", cache.pool()->driver().copy_stream()}, 0, 30);
       };
     });
     each_allocation<T>("step", [&](Bench& bench) {

@@ -92,7 +92,8 @@ class Rows final : public Subject {
   void shrink(const Caller& caller, std::mt19937& random) override {
     length_ -= std::min<std::size_t>(length_, random() % 8);
     model.erase(model.lower_bound(length_), model.end());
-    buffer_->retract(caller, {0, length_});
+    buffer_->use(caller);
+    buffer_->retract({0, length_});
   }
   void own(const Caller& caller, std::size_t item) override {
     const bool copies = buffer_->pool()->traits().kernel_copies_on_write;
