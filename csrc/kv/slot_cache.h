@@ -135,8 +135,9 @@ class SlotCache {
  private:
   // Pages that a step needs.
   struct Need {
-    std::size_t pages = 0;  // to be mapped
-    std::size_t ready = 0;  // mapped ahead of need, so not to be taken back for this step
+    std::size_t pages = 0;   // to be mapped
+    std::size_t ready = 0;   // mapped ahead of need, so not to be taken back for this step
+    std::size_t copied = 0;  // private copies that it replaces
   };
   // The beginning of a slot's request, from position 0 on.
   struct Prompt {

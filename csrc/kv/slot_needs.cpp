@@ -26,9 +26,9 @@ bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> len
   PoolLock lock(pool_);
   static_cast<void>(pool_->settle_all(lock));
   if (store.private_copies() != 0) pool_->count_private_copies();  // as a growth does
-  const auto [pages, ready] = need(lengths, bands);
-  const std::size_t own = sub_sat(store.budget(), store.in_use());
-  const std::size_t unused = std::min(alone ? own : store.unused(), store.beside_reserve());
+  const auto [pages, ready, copied] = need(lengths, bands);
+  const std::size_t unused =
+      std::min(alone ? store.left(copied) : store.unused(copied), store.beside_reserve());
   // The cheapest question first: most are answered before the last.
   if (const std::size_t most = sub_sat(pages + ready, unused + elsewhere);
       prefixes_.pages() >= most && prefixes_.evictable(most) >= most)
@@ -71,6 +71,8 @@ SlotCache::Need SlotCache::need(std::span<const std::int64_t> lengths, Bands ban
       }
       if (range.copy_on_write() == 0 && !expects(slot)) continue;
       const Interval own = intersection(buffer.indices_of(written), {0, buffer.owned_until()});
+      if (pool_->store().private_copies() != 0)
+        need.copied += count_private_copies(range, range.collect(own, is_copy_on_write));
       for (std::size_t row = 0; row < range.rows(); ++row) {
         for (std::size_t index = own.begin; index < own.end; ++index) {
           const Page* const page = buffer.shared_at(row, index);

@@ -51,6 +51,21 @@ def test_up_to_the_last_page(limited):
         assert fits_and_steps(cache, lengths(4 * UNIT))
 
 
+@pytest.mark.exact
+def test_a_step_may_take_the_pages_that_replace_what_the_kernel_copied(pool_factory):
+    pool = pool_factory("host", 2 * RANGES)
+    with make_cache(pool) as cache:
+        slot = filled(cache, UNIT - 1)
+        (fork,) = cache.fork(slot)
+        for layer in range(cache.num_layers):
+            for rows in cache[layer]:
+                rows[fork, 0] = 2
+        stats = pool.stats()
+        assert (stats.pages_used, stats.pages_free) == (2 * RANGES, 0)
+        assert not cache.fits(lengths_with(cache, fork, UNIT + 1))
+        assert fits_and_steps(cache, lengths_with(cache, fork, UNIT))
+
+
 def test_cached_pages_that_a_reader_keeps_do_not_count(pool_factory):
     pool = pool_factory("host", 4 * RANGES, prefetch=8 * PAGE, cache=4 * RANGES * PAGE, shareable=True)
     with make_cache(pool) as cache:
