@@ -89,6 +89,33 @@ def test_pages_wait_for_the_named_stream(sim, stream_pool, name, operation):
     assert sim.illegal_accesses() == 0
 
 
+@pytest.mark.parametrize("operation", ["truncate", "free", "close", "record_stream"])
+def test_pages_of_a_slot_wait_for_the_named_stream(sim, stream_pool, operation):
+    pool = stream_pool()
+    stream = sim.stream(held=True)
+    cache = vtensor.KVCache(1, 1, 64, max_batch=1, max_len=256, dtype=torch.uint8, tile=1, pool=pool)
+    slot = cache.alloc()
+    assert cache.step([256])
+    for rows in cache[0]:
+        sim.kernel(stream, rows[slot])
+    if operation == "free":
+        cache.free(slot, stream=stream)
+        pool.trim()  # of what the slot keeps for the next request
+    elif operation == "close":
+        cache.close(stream=stream)
+    elif operation == "truncate":
+        cache.truncate(slot, 0, stream=stream)
+    else:
+        cache.record_stream(stream)
+        cache.truncate(slot, 0)
+    assert pool.stats().pages_pinned == 8
+    sim.release(stream)
+    pool.wait_idle()
+    assert pool.stats().pages_pinned == 0
+    assert sim.illegal_accesses() == 0
+    cache.close()
+
+
 @pytest.mark.parametrize("operation", ["shrink", "truncate", "fork", "close", "lease", "record_stream"])
 def test_a_stream_of_another_context_is_refused(sim, stream_pool, operation):
     """Events are recorded in streams of their own context only: what waits for it could never go."""
