@@ -109,22 +109,20 @@ Blocks::Held Blocks::hold(Arena& arena, const Caller& caller,
 void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
   require(caller.operation, numbers);
   const std::uint64_t now = arena.now();  // pages that arrive from here on do so later
-  std::vector<std::size_t> released;
-  released.reserve(numbers.size());
-  for (const std::size_t number : numbers) {
-    if (std::exchange(blocks_[number].held, false)) released.push_back(number);
+  std::vector<std::size_t> released(numbers.begin(), numbers.end());
+  std::erase_if(released, [this](std::size_t number) { return !blocks_[number].held; });
+  std::sort(released.begin(), released.end());
+  released.erase(std::unique(released.begin(), released.end()), released.end());
+  if (begun_ == ended_) {
+    unmap(arena, caller, released);
+  } else {
+    leaving_.emplace_back(begun_, released);
   }
-  try {
-    if (begun_ == ended_) {
-      unmap(arena, caller, released);
-    } else {
-      leaving_.emplace_back(begun_, released);
-    }
-  } catch (...) {
-    for (const std::size_t number : released) blocks_[number].held = true;
-    throw;
+  // From here on nothing is refused.
+  for (const std::size_t number : released) {
+    blocks_[number].held = false;
+    blocks_[number].seen = now;
   }
-  for (const std::size_t number : released) blocks_[number].seen = now;
 }
 
 void Blocks::end_step(Arena& arena, const Caller& caller) {

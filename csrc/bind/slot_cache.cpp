@@ -368,8 +368,6 @@ class CacheCore {
         run_evicting(body);
       } catch (const OutOfPages&) {
         return false;
-      } catch (const DeviceOutOfMemory&) {
-        return false;
       }
       return true;
     }

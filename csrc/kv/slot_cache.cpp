@@ -305,8 +305,7 @@ bool SlotCache::make_room_ahead(std::span<const std::int64_t> lengths) {
 }
 
 void SlotCache::free(const Caller& caller, std::size_t slot) {
-  if (slot >= buffers_.shape().slots || lengths_->state(slot) == SlotState::free)
-    lengths_->require_used(caller, slot);
+  if (lengths_->state(slot) == SlotState::free) lengths_->require_used(caller, slot);
   // The next request's bytes must not be overwritten by this one's.
   swaps_.await_arrival(caller, slot);
   buffers_.use(caller, slot);

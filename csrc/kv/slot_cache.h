@@ -35,6 +35,7 @@ struct SlotCacheCounts {
 };
 
 // One thread at a time. If an operation throws, nothing has changed, unless it says otherwise.
+// Requires: slots are numbers below the shape's `slots`.
 class SlotCache {
  public:
   // Reserves the addresses. Throws CapacityExceeded, DriverError.

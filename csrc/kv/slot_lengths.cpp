@@ -53,10 +53,6 @@ SlotLengths::Glimpse SlotLengths::glimpse(std::size_t slot, std::size_t band) co
 }
 
 void SlotLengths::require_used(const Caller& caller, std::size_t slot) const {
-  if (slot >= states_.size()) {
-    throw InvalidArgument("[", caller.operation, "] slot ", slot,
-                          " does not exist: the cache has slots 0 to ", states_.size() - 1);
-  }
   if (states_[slot] == SlotState::swapped)
     throw InvalidArgument("[", caller.operation, "] slot ", slot,
                           " is swapped out: call swap_in first");
@@ -162,7 +158,7 @@ void SlotLengths::require_to_swap(const Caller& caller, std::span<const std::siz
                                   Bands bands, bool out) const {
   require_once(caller, "band", bands);
   for (const std::size_t slot : slots) {
-    const bool swapped = slot < states_.size() && states_[slot] == SlotState::swapped;
+    const bool swapped = states_[slot] == SlotState::swapped;
     if (bands.empty() && swapped == out) {
       throw InvalidArgument("[", caller.operation, "] slot ", slot,
                             out ? " is swapped out already: name slots in use"

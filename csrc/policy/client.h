@@ -223,7 +223,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // Whether it wants pages ahead that are not mapped.
   virtual bool wants() const VT_LOCKED { return missing_ahead() != 0; }
   // Pages that it wanted ahead were mapped or refused.
-  virtual void arrived_ahead(const Reservation::Arrival&) VT_LOCKED {}
+  virtual void arrived_ahead(const Reservation::Arrival& arrival) VT_LOCKED = 0;
   // Pages ahead have come, been zeroed or gone.
   virtual void ahead_changed() VT_LOCKED {}
 

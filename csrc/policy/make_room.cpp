@@ -338,7 +338,7 @@ bool try_again(PagePool& pool, const Caller& caller, const std::function<void()>
   try {
     body();
   } catch (const DeviceOutOfMemory& refusal) {
-    if (!device) throw;
+    if (!device) throw OutOfPages(refusal.what());
     throw OutOfPages("[", caller.operation, "] need a page of ", pool.page_size(),
                      " bytes, the device has no memory left: ", pool.driver().free_memory(),
                      " bytes free ",
@@ -370,8 +370,6 @@ void run_with_memory(PagePool& pool, const Caller& caller, const std::function<v
     try {
       return attempt();
     } catch (const OutOfPages&) {
-      if (!give_up || !give_up(tries)) throw;
-    } catch (const DeviceOutOfMemory&) {
       if (!give_up || !give_up(tries)) throw;
     }
   }

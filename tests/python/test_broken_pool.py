@@ -107,6 +107,19 @@ def test_every_operation_raises_the_first_cause(pool_factory, kind):
     pool.close()
 
 
+def test_blocks_that_are_not_released_stay_held(pool_factory, kind):
+    pool = pool_factory(kind)
+    blocks = vtensor.Blocks(vtensor.Arena(1 << 16, pool=pool), 16, [(0, 4096, 4096)])
+    assert blocks.hold([3]) == ([], [3])
+    breaks(pool, to_break(pool))
+    with pytest.raises(vtensor.DriverError):
+        blocks.release([3])
+    assert blocks.mapped == 1
+    with pytest.raises(vtensor.DriverError):
+        blocks.hold([4])
+    pool.close()
+
+
 def test_what_is_closed_stays_counted_and_goes_with_the_last_view(pool_factory, kind):
     descriptors = memfds()
     pool = pool_factory(kind)
