@@ -477,9 +477,7 @@ std::vector<PageRecord> Client::pages() {
                         static_cast<std::int64_t>(page.handle),
                         page.references,
                         kNames[static_cast<std::size_t>(range_.why(index))]};
-      if (state == EntryState::leaving) {
-        record.state = "pinned";
-      } else if (private_copies[index - run.indices.begin]) {
+      if (private_copies[index - run.indices.begin]) {
         record.page_id = -1;
         record.shared = 1;
         record.state = "private";

@@ -107,6 +107,24 @@ def test_a_shorter_request_has_the_rest_ahead_and_a_longer_one_maps_the_rest(poo
     assert pool.stats().tensors_reused == 2
 
 
+def test_the_next_owner_is_looked_ahead_for_by_its_own_pace(pool_factory):
+    pool = pool_factory("host", prefetch=16 * PAGE, cache=32 * PAGE)
+    t = quarter(pool, 0, capacity=64 * PER_PAGE)
+    for _ in range(8):
+        t.extend(PER_PAGE)
+    t.close()
+    pool.wait_idle()
+    again = quarter(pool, 0, capacity=64 * PER_PAGE)
+    again.extend(40 * PER_PAGE)  # a first call says nothing of those to come
+    pool.wait_idle()
+    stats = pool.stats()
+    assert (stats.tensors_reused, stats.pages_active, stats.pages_prefetched) == (1, 40, 0)
+    again.extend(PER_PAGE)
+    again.extend(PER_PAGE)
+    pool.wait_idle()
+    assert pool.stats().pages_prefetched != 0
+
+
 def test_another_shape_or_dtype_or_capacity_is_another_tensor(pool):
     freed(pool, 8)
     others = [quarter(pool, 8, capacity=60), quarter(pool, 8, rows=(2,))]
