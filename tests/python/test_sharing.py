@@ -116,6 +116,14 @@ def test_a_write_to_a_cuda_tensor_stays_on_its_side():
     ).check()
 
 
+@needs_simcuda
+def test_a_sparse_tensor_is_changed_in_place_by_a_shared_one(simcuda):
+    t = base(simcuda)
+    child = t.fork()
+    sparse = torch.ones(t.shape).to_sparse()
+    assert same_bytes(sparse.mul_(t).to_dense(), ramp(t)) and same_bytes(child, ramp(t))
+
+
 def move_beside_a_view(t):
     view = t[:1]
     return t.reallocate(2 * t.capacity), view

@@ -117,6 +117,8 @@ class _UnshareBeforeWrite(TorchDispatchMode):
                     continue
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 for written in _flat([value]):
+                    if written.layout is not torch.strided:
+                        continue  # it has no storage
                     owner = self._shared.get(written.untyped_storage().data_ptr())
                     if owner is not None:
                         owner.unshare(0, owner.length)
