@@ -111,6 +111,11 @@ def test_a_write_to_a_cuda_tensor_stays_on_its_side():
             for by_child in (True, False):
                 print(write, by_child, flush=True)
                 write_on_one_side(pool, write, by_child)
+        mean, plain = vtensor.from_tensor(torch.zeros(2048), 0, 2048, pool=pool), torch.zeros(2048)
+        child = mean.fork()
+        for running in (mean, plain):  # torch does not say that batch norm writes it
+            torch.nn.functional.batch_norm(torch.ones(3, 2048), running, torch.ones(2048), training=True)
+        assert torch.equal(mean, plain) and not child.any()
         pool.close()
         """
     ).check()

@@ -20,6 +20,8 @@ from vtensor.tensor import VTensor
 
 # These change a tensor's shape or storage but no element, although their schema says that they write.
 _METADATA_ONLY = frozenset(["as_strided_", "detach", "detach_", "resize_", "resize_as_", "set_"])
+# Batch norm writes these arguments, and its schemas do not say so.
+_WRITTEN_UNSAID = frozenset(["running_mean", "running_var"])
 
 
 # These read no element.
@@ -111,9 +113,10 @@ class _UnshareBeforeWrite(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and func._schema.name.removeprefix("aten::") not in _METADATA_ONLY:
+        if func._schema.name.removeprefix("aten::") not in _METADATA_ONLY:
             for i, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
+                said = argument.alias_info is not None and argument.alias_info.is_write
+                if not said and argument.name not in _WRITTEN_UNSAID:
                     continue
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 for written in _flat([value]):
