@@ -42,6 +42,13 @@ Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
 
 Address Client::reserve(std::size_t pages, Backed backed) {
   backed_ = backed;
+  try {
+    return driver_.reserve(pages, backed);
+  } catch (const DeviceOutOfMemory&) {
+    // The page of zeros is none of the pool's, so the memory of a spare one goes back for it.
+    PoolLock lock(pool_);
+    pool_->store().release(lock, 1);
+  }
   return driver_.reserve(pages, backed);
 }
 

@@ -181,6 +181,19 @@ def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full)
     assert emptied == [1] and other.length == 4
 
 
+@pytest.mark.parametrize("cached", [False, True], ids=["spare", "cached"])
+@pytest.mark.parametrize(
+    "make", [make_cache, lambda pool: vtensor.Arena(PAGE, pool=pool, zeros=True)], ids=["cache", "arena"]
+)
+def test_the_page_of_zeros_takes_the_memory_of_a_spare_page(stream_pool, emptied, full, make, cached):
+    pool = stream_pool(64, **({"prefetch": AHEAD, "cache": 64 * PAGE} if cached else {"prefetch": 0}))
+    filled(pool, 60).close()
+    pool.wait_idle()
+    assert pool.stats().pages_cached == (15 if cached else 0)
+    full(0)
+    make(pool).close()
+
+
 @pytest.mark.parametrize("reserve", [False, True])
 def test_no_more_goes_than_a_device_without_memory_lacks(sim, stream_pool, emptied, full, reserve):
     """What was freed last is kept for the next one, also where work still uses what was freed first."""
