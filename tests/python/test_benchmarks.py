@@ -17,7 +17,7 @@ import vtensor
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import BENCHMARKS, __main__, harness, report  # noqa: E402
+from benchmarks import BENCHMARKS, __main__, harness  # noqa: E402
 from benchmarks.harness import Bar, Figure, Settings, Skipped, Spread  # noqa: E402
 
 
@@ -73,31 +73,6 @@ def test_samples_are_interleaved_in_changing_order():
     assert sorted(v for values in taken.values() for v in values) == list(range(7, 67))
     for at in range(20):
         assert {(taken[name][at] - 1) // 3 for name in "abc"} == {at + 2}
-
-
-def outcomes() -> list[report.Outcome]:
-    measured = harness.slowdown("step", "limit", [2.0, 2.0], [1.0, 1.0], [1.0, 1.0], Bar(1.5))
-    counted = harness.count("step", "driver calls", 3, "calls", Bar(0))
-    return [
-        report.Outcome("first", 1.0, [measured, counted]),
-        report.Outcome("second", 0.1, skipped="no compiler"),
-        report.Outcome("third", 0.1, error="ValueError: broken"),
-    ]
-
-
-def test_a_quick_run_judges_counts_and_no_times():
-    full, quick = (report.to_dict(Settings(quick), {}, outcomes()) for quick in (False, True))
-    assert [figure["passed"] for figure in full["benchmarks"][0]["figures"]] == [False, False]
-    assert [figure["passed"] for figure in quick["benchmarks"][0]["figures"]] == [None, False]
-
-
-def test_the_table_says_what_was_missed_skipped_and_broken():
-    text = report.table(report.to_dict(Settings(), {"cpu": "a processor"}, outcomes()))
-    lines = text.splitlines()
-    assert lines[0] == "cpu a processor" and lines[-1] == "2 bars, 2 missed"
-    assert next(line for line in lines if "step / limit" in line).endswith("MISS")
-    assert any("skipped: no compiler" in line for line in lines)
-    assert any("FAILED: ValueError: broken" in line for line in lines)
 
 
 def fake_benchmark(monkeypatch, run) -> None:
@@ -191,6 +166,7 @@ def test_every_benchmark_runs(quick_run, name):
     result, finished = quick_run
     (benchmark,) = [one for one in result["benchmarks"] if one["name"] == name]
     assert benchmark["error"] is None, finished.stderr
+    assert str(ROOT) not in json.dumps(result), "nothing says where things lie"
     if benchmark["skipped"]:
         pytest.skip(benchmark["skipped"])
     assert benchmark["figures"] and benchmark["seconds"] < 30
@@ -207,20 +183,3 @@ def test_every_count_holds_its_bar(quick_run, name):
     (benchmark,) = [one for one in result["benchmarks"] if one["name"] == name]
     missed = [figure for figure in benchmark["figures"] if figure["counted"] and figure["passed"] is False]
     assert not missed, finished.stdout
-
-
-def test_the_command_shows_progress_a_table_and_the_machine(quick_run):
-    result, finished = quick_run
-    assert f"[1/{len(BENCHMARKS)}] {BENCHMARKS[0]} ..." in finished.stderr
-    assert finished.stdout == report.table(result)
-    assert {"cpu", "cores", "kernel", "torch"} <= set(result["machine"])
-    # Nothing that names a machine or where things lie on it.
-    assert str(ROOT) not in json.dumps(result)
-    assert finished.returncode == int(
-        any(
-            figure["counted"] and figure["passed"] is False
-            for one in result["benchmarks"]
-            for figure in one["figures"]
-        )
-        or any(one["error"] for one in result["benchmarks"])
-    )
