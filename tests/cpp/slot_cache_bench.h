@@ -11,8 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <functional>
-#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -24,7 +22,6 @@
 #include "base/align.h"
 #include "base/errors.h"
 #include "kv/slot_cache.h"
-#include "policy/make_room.h"
 #include "simcuda/client.h"
 #include "vmm/pending_work.h"
 
@@ -76,11 +73,6 @@ struct OnSimulation {
     return found;
   }
 };
-
-// Kinds whose items do not divide the page, are larger than one, and are windowed.
-inline SlotCacheShape mixed(std::size_t slots, std::size_t max_length = 64) {
-  return {slots, max_length, 1, 0, {{3, 1000, 0}, {1, 6144, 0}, {2, 2048, 0}}};
-}
 
 // Host memory for slots that are swapped out, which counts what is not freed yet.
 class HostBytes {
@@ -155,10 +147,6 @@ class Bench {
   // Into earlier positions, as a direct write.
   void rewrite(std::size_t slot, std::size_t position) {
     cache->unshare(kCaller, slot, {position, position + 1});
-    model.at(slot)[position] = ++last_;
-    write(slot, position);
-  }
-  void rewrite_without_owning(std::size_t slot, std::size_t position) {
     model.at(slot)[position] = ++last_;
     write(slot, position);
   }
@@ -264,26 +252,6 @@ class Bench {
   }
 
   std::size_t used() const { return pool->counts().used; }
-  // Pages that one slot of `length` takes, in all row groups.
-  std::size_t pages_of(std::size_t length) const {
-    std::size_t pages = 0;
-    for (const RowGroup& group : cache->buffers().shape().row_groups)
-      pages += group.rows * ceil_div(length * group.item_bytes, kPage);
-    return pages;
-  }
-  std::size_t rows() const {
-    std::size_t rows = 0;
-    for (const RowGroup& group : cache->buffers().shape().row_groups) rows += group.rows;
-    return rows;
-  }
-  std::uint64_t calls() const {
-    std::uint64_t sum = 0;
-    for (std::size_t i = 0; i < kCallCount; ++i) {
-      for (const ThreadRole role : {ThreadRole::caller, ThreadRole::mapper})
-        sum += pool->driver().meter().count(role, static_cast<Call>(i));
-    }
-    return sum;
-  }
   char* item(std::size_t slot, std::size_t group, std::size_t row, std::size_t position) const {
     const Buffer& range = *cache->buffers().range(group);
     return reinterpret_cast<char*>(
@@ -324,81 +292,5 @@ class Bench {
 
   std::uint32_t last_ = 0;
 };
-
-// What every refusal is tried on: slots that share pages, one beside them, and one with nothing.
-template <class T>
-struct Scene : Bench<T> {
-  Scene() : Bench<T>({6, 64, 1, 0, {{2, 1000, 0}, {1, 6144, 0}}}, 400) {
-    const std::size_t first = this->alloc();
-    this->grow(first, 5);
-    forks = this->fork(first, 2);
-    const std::size_t other = this->alloc();
-    this->grow(other, 2);
-    slots = {first, forks[0], forks[1], other, this->alloc()};
-  }
-  std::vector<std::int64_t> wanted() const {
-    std::vector<std::int64_t> lengths = this->lengths();
-    for (const auto& [slot, cells] : this->model) lengths[slot] += 4;
-    return lengths;
-  }
-  // Writes behind the lengths reach pages of the slots' own.
-  void check_writes() {
-    for (int i = 0; i < 3; ++i) {
-      std::vector<std::int64_t> lengths = this->lengths();
-      for (const auto& [slot, cells] : this->model) ++lengths[slot];
-      CHECK(this->step(lengths));
-      CHECK(this->pool->counts().private_copies == 0);
-    }
-  }
-  std::vector<std::size_t> forks, slots;
-};
-
-constexpr std::uint64_t kForEver = std::numeric_limits<std::uint64_t>::max() / 2;
-
-// Runs `operate` in a fresh scene that `arrange` made, once for every driver call that it makes,
-// with that call refused (or as many from there on as `refusals` say), until it makes fewer, and
-// then `verify`. `failures`: how many of these runs it must at least throw in.
-template <class T>
-void refuse_each_call(const std::function<void(Scene<T>&)>& arrange,
-                      const std::function<void(Scene<T>&)>& operate,
-                      const std::function<void(Scene<T>&, bool done)>& verify,
-                      std::size_t failures = 3,
-                      const std::vector<std::uint64_t>& refusals = {1, 2, kForEver}) {
-  for (const std::uint64_t refuse : refusals) {
-    std::size_t failed = 0;
-    bool reached = true;
-    for (std::uint64_t skip = 0; reached; ++skip) {
-      CAPTURE(skip);
-      CAPTURE(refuse);
-      REQUIRE(skip < 1000);
-      Scene<T> scene;
-      arrange(scene);
-      const std::uint64_t before = scene.calls();
-      bool done = false;
-      scene.pool->driver().meter().fail_after(skip, refuse);
-      try {
-        operate(scene);
-        done = true;
-      } catch (const OutOfPages&) {
-      } catch (const DriverError&) {
-      } catch (const TimedOut&) {
-      }
-      scene.pool->driver().meter().disarm();
-      reached = scene.calls() - before > skip;
-      MakeRoom(*scene.pool).give_all_back(/*spare=*/false);  // now, not when the mapper tries again
-      failed += !done;
-      CHECK_NOTHROW(scene.pool->check_invariants());
-      const PoolCounts counts = scene.pool->counts();
-      CHECK(counts.mapped == counts.active + counts.prefetched + counts.cached + counts.pinned);
-      if (!scene.pool->store().broken()) {
-        scene.check();
-        verify(scene, done);
-        scene.check();
-      }
-      scene.finish();
-    }
-    CHECK(failed >= failures);
-  }
-}
 
 }  // namespace vtensor::slots
