@@ -219,7 +219,7 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
     CAPTURE(std::string(step.name));
     step.before();
     control.configure("blocking", 1);
-    control.set_latency("cuMemRelease", kBusy * 250, 0);  // there are four and more of them
+    control.set_latency("cuMemRelease", kBusy * 250);  // there are four and more of them
     control.occupy(elsewhere, kBusy);
     std::atomic<bool> done{false};
     std::thread works([&] {
@@ -235,7 +235,7 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
     }
     works.join();
     control.configure("blocking", 0);
-    control.set_latency("cuMemRelease", 0, 0);
+    control.set_latency("cuMemRelease", 0);
     CHECK(taken > 10);
     pool->check_invariants();
   }

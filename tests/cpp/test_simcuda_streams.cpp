@@ -83,46 +83,6 @@ CUresult set_mode(const vtensor::CudaApi& api, CUstreamCaptureMode mode) {
 
 }  // namespace
 
-TEST_CASE("work runs in the order of its stream, step by step where that is held") {
-  Simulation s;
-  CHECK(s.launch(s.one.number(), 1) == CUDA_SUCCESS);
-  CHECK(s.byte() == 1);
-  s.control.hold(s.one.number());
-  for (const int value : {2, 3, 4}) CHECK(s.launch(s.one.number(), value) == CUDA_SUCCESS);
-  CHECK(s.control.pending(s.one.number()) == 3);
-  CHECK(s.byte() == 1);
-  s.control.step(s.one.number());
-  CHECK(s.byte() == 2);
-  s.control.step(s.one.number());
-  CHECK(s.byte() == 3);
-  s.control.release(s.one.number());
-  CHECK(s.byte() == 4);
-  CHECK(s.control.hold(12345) == -1);
-  CHECK(s.control.launch(12345, s.range, 1, 1) == CUDA_ERROR_INVALID_HANDLE);
-
-  s.control.hold(SIMCUDA_ALL_STREAMS);
-  const std::uint64_t later = s.control.make_stream(0);
-  CHECK(s.launch(later, 5) == CUDA_SUCCESS);
-  CHECK(s.control.pending(later) == 1);
-  s.control.release(SIMCUDA_ALL_STREAMS);
-  CHECK(s.byte() == 5);
-  CHECK(s.control.destroy_stream(later) == 0);
-  CHECK(s.control.destroy_stream(later) == -1);
-}
-
-TEST_CASE("a stream that is destroyed finishes its work") {
-  Simulation s;
-  const std::uint64_t stream = s.control.make_stream(0);
-  s.control.hold(stream);
-  CHECK(s.launch(stream, 9) == CUDA_SUCCESS);
-  const CUevent event = s.make_event();
-  CHECK(s.api.cuEventRecord.function(event, reinterpret_cast<CUstream>(stream)) == CUDA_SUCCESS);
-  s.control.release(stream);
-  CHECK(s.control.destroy_stream(stream) == 0);
-  CHECK(s.api.cuEventQuery.function(event) == CUDA_SUCCESS);
-  CHECK(s.byte() == 9);
-}
-
 TEST_CASE("the default stream and blocking ones wait for each other") {
   Simulation s;
   s.control.hold(s.blocking.number());
@@ -193,42 +153,6 @@ TEST_CASE("synchronising waits for what another thread releases, and never for e
   s.record(s.one);
   s.control.configure("sync_timeout", 5);
   CHECK(s.api.cuCtxSynchronize.function() == CUDA_ERROR_LAUNCH_TIMEOUT);
-}
-
-TEST_CASE("unmapping and setting access wait for all work, where they are set to") {
-  using Clock = std::chrono::steady_clock;
-  constexpr std::chrono::milliseconds kBusy(30);
-  Simulation s;
-  CUmemAccessDesc wanted{};
-  wanted.location = s.properties.location;
-  wanted.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  const auto set_access = [&] { return s.api.cuMemSetAccess.function(s.range, kPage, &wanted, 1); };
-  const auto unmap = [&] { return s.api.cuMemUnmap.function(s.range + kPage, kPage); };
-  s.control.configure("sync_timeout", 10'000);
-  s.control.configure("blocking", 1);
-  for (const bool unmaps : {false, true}) {
-    const Clock::time_point start = Clock::now();
-    CHECK(s.control.occupy(s.one.number(), kBusy.count()) == 0);
-    CHECK(s.launch(s.one.number(), 7, unmaps ? 1 : 0) == CUDA_SUCCESS);
-    CHECK((unmaps ? unmap() : set_access()) == CUDA_SUCCESS);
-    CHECK(Clock::now() - start >= kBusy);
-  }
-  CHECK(s.control.illegal_accesses() == 0);  // it ran before
-  s.map(1);
-
-  // Other threads call meanwhile; what never ends is given up.
-  s.control.hold(s.one.number());
-  CHECK(s.launch(s.one.number(), 7) == CUDA_SUCCESS);
-  std::thread releases([&] {
-    CHECK(s.launch(s.two.number(), 8, 1) == CUDA_SUCCESS);
-    s.control.release(s.one.number());
-  });
-  CHECK(unmap() == CUDA_SUCCESS);
-  releases.join();
-  s.control.configure("sync_timeout", 5);
-  s.control.hold(s.one.number());
-  CHECK(s.launch(s.one.number(), 7) == CUDA_SUCCESS);
-  CHECK(set_access() == CUDA_ERROR_LAUNCH_TIMEOUT);
 }
 
 TEST_CASE("an event is recorded in streams of its own context, and waited for by all") {
@@ -370,31 +294,6 @@ TEST_CASE("captured streams and events cannot be asked, nor be waited on from ou
         CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
 }
 
-TEST_CASE("a graph runs what was captured, in streams that joined too, each time it is launched") {
-  Simulation s;
-  const CUevent fork = s.make_event();
-  REQUIRE(s.caller.begin_capture(s.one.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
-  CHECK(s.launch(s.one.number(), 6) == CUDA_SUCCESS);
-  CHECK(s.api.cuEventRecord.function(fork, s.one.handle) == CUDA_SUCCESS);
-  CHECK(s.api.cuStreamWaitEvent.function(s.two.handle, fork, 0) == CUDA_SUCCESS);
-  CHECK(s.launch(s.two.number(), 7, 1) == CUDA_SUCCESS);
-  const CUgraph graph = s.caller.end(s.one.handle);
-  CHECK(s.byte() != 6);
-  CUgraphExec executable = nullptr;
-  CHECK(s.caller.instantiate(&executable, graph, 0) == CUDA_SUCCESS);
-  CHECK(s.caller.destroy_graph(graph) == CUDA_SUCCESS);
-  CHECK(s.caller.destroy_graph(graph) == CUDA_ERROR_INVALID_VALUE);
-  for (int i = 0; i < 2; ++i) {
-    CHECK(s.launch(s.two.number(), 1) == CUDA_SUCCESS);  // no longer captured
-    CHECK(s.byte() == 1);
-    CHECK(s.caller.launch(executable, s.one.handle) == CUDA_SUCCESS);
-    CHECK(s.byte() == 6);
-    CHECK(s.byte(1) == 7);
-  }
-  CHECK(s.caller.destroy_executable(executable) == CUDA_SUCCESS);
-  CHECK(s.caller.launch(executable, s.one.handle) == CUDA_ERROR_INVALID_VALUE);
-}
-
 TEST_CASE("user objects end in a thread of the driver's, where no call is allowed") {
   Simulation s;
   struct Seen {
@@ -415,38 +314,4 @@ TEST_CASE("user objects end in a thread of the driver's, where no call is allowe
   CHECK(comes_true([&] { return seen.answer != -1; }));
   CHECK(seen.answer == CUDA_ERROR_NOT_PERMITTED);
   CHECK(seen.thread != std::this_thread::get_id());
-}
-
-TEST_CASE("launches that are not over keep what their executable kept") {
-  Simulation s;
-  std::atomic<int> ended = 0;
-  CUuserObject object = nullptr;
-  const auto end = [](void* pointer) { ++*static_cast<std::atomic<int>*>(pointer); };
-  CHECK(s.api.cuUserObjectCreate.function(&object, &ended, end, 1,
-                                          CU_USER_OBJECT_NO_DESTRUCTOR_SYNC) == CUDA_SUCCESS);
-  REQUIRE(s.caller.begin_capture(s.one.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
-  for (const int value : {6, 7}) CHECK(s.launch(s.one.number(), value) == CUDA_SUCCESS);
-  const CUgraph graph = s.caller.end(s.one.handle);
-  CHECK(s.api.cuGraphRetainUserObject.function(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE) ==
-        CUDA_SUCCESS);
-  CUgraphExec executable = nullptr;
-  CHECK(s.caller.instantiate(&executable, graph, 0) == CUDA_SUCCESS);
-  CHECK(s.caller.destroy_graph(graph) == CUDA_SUCCESS);
-  CHECK(s.caller.launch(executable, s.one.handle) == CUDA_SUCCESS);  // over at once
-  for (const CallerStream* stream : {&s.one, &s.two}) {
-    s.control.hold(stream->number());
-    CHECK(s.caller.launch(executable, stream->handle) == CUDA_SUCCESS);
-  }
-  CHECK(s.launch(s.one.number(), 8) == CUDA_SUCCESS);
-  CHECK(s.caller.destroy_executable(executable) == CUDA_SUCCESS);
-  CHECK(s.control.leaks().objects == 1);
-  s.control.release(s.two.number());
-  CHECK(s.byte() == 7);
-  s.control.step(s.one.number());
-  CHECK(s.control.leaks().objects == 1);
-  CHECK(ended == 0);
-  s.control.step(s.one.number());  // the last of the graph's; what came after it is still held
-  CHECK(s.control.pending(s.one.number()) == 1);
-  CHECK(s.control.leaks().objects == 0);
-  CHECK(comes_true([&] { return ended == 1; }));
 }

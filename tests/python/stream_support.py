@@ -32,7 +32,7 @@ _SIGNATURES = {
     "simcuda_illegal_accesses": ([], _u64),
     "simcuda_calls": ([ctypes.c_char_p], _u64),
     "simcuda_fail": ([ctypes.c_char_p, _u64, _u64, _int], _int),
-    "simcuda_set_latency": ([ctypes.c_char_p, _double, _int], _int),
+    "simcuda_set_latency": ([ctypes.c_char_p, _double], _int),
     "simcuda_hold_calls": ([ctypes.c_char_p, _int], _int),
     "simcuda_reset": ([], None),
     "simcuda_configure": ([ctypes.c_char_p, _u64], _int),
@@ -109,7 +109,7 @@ class SimulatedDevice:
         return self._call["simcuda_free_memory"](0)
 
     def slow(self, call: str, microseconds: float) -> None:
-        self._done("simcuda_set_latency", call.encode(), microseconds, 0)
+        self._done("simcuda_set_latency", call.encode(), microseconds)
 
     @contextlib.contextmanager
     def calls_held(self, call: str) -> Iterator[None]:

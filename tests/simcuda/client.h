@@ -37,9 +37,7 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(free_memory, simcuda_free_memory);
   SIMCUDA_ENTRY(mapping_at, simcuda_mapping_at);
   SIMCUDA_ENTRY(calls, simcuda_calls);
-  SIMCUDA_ENTRY(log, simcuda_log);
-  SIMCUDA_ENTRY(log_lines, simcuda_log_lines);
-  SIMCUDA_ENTRY(log_line, simcuda_log_line);
+  SIMCUDA_ENTRY(refusals, simcuda_refusals);
   SIMCUDA_ENTRY(hold, simcuda_hold);
   SIMCUDA_ENTRY(release, simcuda_release);
   SIMCUDA_ENTRY(step, simcuda_step);
@@ -55,12 +53,6 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(run, simcuda_run);
   SIMCUDA_ENTRY(illegal_accesses, simcuda_illegal_accesses);
 #undef SIMCUDA_ENTRY
-
-  std::string line(std::size_t index) const {
-    char text[256];
-    log_line(index, text, sizeof text);
-    return text;
-  }
 };
 
 // The simulated device as it begins, with pages of this size.

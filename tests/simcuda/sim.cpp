@@ -80,24 +80,6 @@ SimcudaLeaks Sim::leaks() const {
   return leaks;
 }
 
-std::string describe(const char* call, std::initializer_list<Argument> arguments, CUresult code,
-                     const Result& result) {
-  std::string line = std::string(call) + "(";
-  for (const Argument& argument : arguments) {
-    if (line.back() != '(') line += ", ";
-    char text[96];
-    const bool is_address = std::strstr(argument.name, "ptr") != nullptr;
-    std::snprintf(text, sizeof text, is_address ? "%s=0x%llx" : "%s=%llu", argument.name,
-                  argument.value);
-    line += text;
-  }
-  line += ") = ";
-  const char* name = error_name(code);
-  line += name ? std::string(name) : std::to_string(static_cast<int>(code));
-  if (code == CUDA_SUCCESS && result) line += " -> " + std::to_string(*result);
-  return line;
-}
-
 CUresult wait_until(Sim& s, CUcontext context, std::unique_lock<std::mutex>& lock,
                     const std::function<bool()>& is_done) {
   const auto deadline =
@@ -119,8 +101,7 @@ namespace {
 // on; of the others cuda.h says that they may return the errors of earlier work.
 CUresult sticky_error(Sim& s, const char* call, Needs needs) {
   if (needs == Needs::context) return s.model->streams.error(current_context);
-  if (needs != Needs::vmm || !s.settings.sticky_vmm || !s.model->streams.any_error())
-    return CUDA_SUCCESS;
+  if (needs != Needs::vmm || !s.model->streams.any_error()) return CUDA_SUCCESS;
   constexpr std::array<std::string_view, 3> kNever = {"cuMemGetAllocationGranularity",
                                                       "cuMemAddressReserve", "cuMemAddressFree"};
   return std::ranges::find(kNever, call) != kNever.end() ? CUDA_SUCCESS

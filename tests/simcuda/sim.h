@@ -9,11 +9,10 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <initializer_list>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "sim_control.h"
@@ -82,17 +81,6 @@ inline thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GL
 // Never destroyed: a process that ends may still call. Aborts in a forked child.
 Sim& sim();
 
-struct Argument {
-  const char* name;
-  unsigned long long value;
-};
-
-// What a call gives back through its pointer, for the log.
-using Result = std::optional<unsigned long long>;
-
-std::string describe(const char* call, std::initializer_list<Argument> arguments, CUresult code,
-                     const Result& result);
-
 template <class Handle>
 unsigned long long number(Handle handle) {
   return reinterpret_cast<unsigned long long>(handle);
@@ -111,40 +99,35 @@ CUresult wait_until(Sim& s, CUcontext context, std::unique_lock<std::mutex>& loc
                     const std::function<bool()>& is_done);
 
 // Every entry point: counts, delays, refuses where asked to or where the rules say so, or has
-// `model(sim, result, lock)` answer; then logs.
+// `model(sim, lock)` answer.
 template <class Model>
-CUresult answer_waiting(const char* call, Needs needs, During during,
-                        std::initializer_list<Argument> arguments, Model model) {
+CUresult answer_waiting(const char* call, Needs needs, During during, Model model) {
   if (Destructors::is_calling()) return CUDA_ERROR_NOT_PERMITTED;
   Sim& s = sim();
   std::unique_lock lock(s.mutex);
   CUresult code = s.control.enter(call);
-  const Latency latency = s.control.latency(call);
+  const auto latency = s.control.latency(call);
   lock.unlock();
-  latency.pass();
+  if (latency.count() > 0) std::this_thread::sleep_for(latency);
   lock.lock();
   s.control.await(call, lock);
 
-  Result result;
   if (code == CUDA_SUCCESS) code = refusal(s, call, needs, during);
-  if (code == CUDA_SUCCESS) code = model(s, result, lock);
-  if (s.control.logging()) s.control.record(describe(call, arguments, code, result));
+  if (code == CUDA_SUCCESS) code = model(s, lock);
+  if (code != CUDA_SUCCESS) s.control.count_refusal();
   return code;
 }
 
 template <class Model>
-CUresult answer(const char* call, Needs needs, During during,
-                std::initializer_list<Argument> arguments, Model model) {
-  return answer_waiting(
-      call, needs, during, arguments,
-      [&](Sim& s, Result& result, std::unique_lock<std::mutex>&) { return model(s, result); });
+CUresult answer(const char* call, Needs needs, During during, Model model) {
+  return answer_waiting(call, needs, during,
+                        [&](Sim& s, std::unique_lock<std::mutex>&) { return model(s); });
 }
 
 template <class Model>
-CUresult answer(const char* call, Needs needs, std::initializer_list<Argument> arguments,
-                Model model) {
+CUresult answer(const char* call, Needs needs, Model model) {
   const During during = needs == Needs::nothing ? During::any_capture : During::no_capture;
-  return answer(call, needs, during, arguments, model);
+  return answer(call, needs, during, model);
 }
 
 // Has a stream do something: at once, when asked about it, or when a graph is launched.

@@ -24,7 +24,7 @@ struct SettingName {
   const char* variable;
   std::uint64_t Settings::* value;
 };
-constexpr std::array<SettingName, 15> kSettings = {{
+constexpr std::array<SettingName, 13> kSettings = {{
     {"devices", "SIMCUDA_DEVICES", &Settings::devices},
     {"memory", "SIMCUDA_MEMORY", &Settings::memory},
     {"vmm", "SIMCUDA_VMM", &Settings::vmm},
@@ -38,8 +38,6 @@ constexpr std::array<SettingName, 15> kSettings = {{
     {"eager", "SIMCUDA_EAGER", &Settings::eager},
     {"sync_timeout", "SIMCUDA_SYNC_TIMEOUT", &Settings::sync_timeout},
     {"blocking", "SIMCUDA_BLOCKING", &Settings::blocking},
-    {"sticky_vmm", "SIMCUDA_STICKY_VMM", &Settings::sticky_vmm},
-    {"late_faults", "SIMCUDA_LATE_FAULTS", &Settings::late_faults},
 }};
 
 bool matches(const std::string& pattern, const std::string& call) {
@@ -82,9 +80,9 @@ std::uint64_t CallControl::disarm() {
   return refusals;
 }
 
-void CallControl::set_latency(const std::string& call, Latency latency) {
+void CallControl::set_latency(const std::string& call, double microseconds) {
   for (const std::string_view name : kCalls) {
-    if (matches(call, std::string(name))) latencies_[std::string(name)] = latency;
+    if (matches(call, std::string(name))) latencies_[std::string(name)] = microseconds;
   }
 }
 
@@ -108,9 +106,9 @@ CUresult CallControl::enter(const std::string& call) {
   return answer;
 }
 
-Latency CallControl::latency(const std::string& call) const {
+std::chrono::duration<double, std::micro> CallControl::latency(const std::string& call) const {
   const auto found = latencies_.find(call);
-  return found == latencies_.end() ? Latency() : found->second;
+  return std::chrono::duration<double, std::micro>(found == latencies_.end() ? 0 : found->second);
 }
 
 void CallControl::await(const std::string& call, std::unique_lock<std::mutex>& lock) const {
@@ -121,29 +119,12 @@ void CallControl::await(const std::string& call, std::unique_lock<std::mutex>& l
   }
 }
 
-void Latency::pass() const {
-  if (microseconds <= 0) return;
-  const auto time = std::chrono::duration<double, std::micro>(microseconds);
-  if (!busy) {
-    std::this_thread::sleep_for(time);
-    return;
-  }
-  const auto end = std::chrono::steady_clock::now() + time;
-  while (std::chrono::steady_clock::now() < end) {
-  }
-}
-
 std::uint64_t CallControl::count(const std::string& call) const {
   std::uint64_t sum = 0;
   for (const auto& [name, count] : counts_) {
     if (matches(call, name)) sum += count;
   }
   return sum;
-}
-
-void CallControl::log(bool on) {
-  if (on) lines_.clear();
-  logging_ = on;
 }
 
 const char* error_name(CUresult code) {

@@ -1,14 +1,14 @@
 // What surrounds the model of the simulated libcuda (a test double): settings, failures to inject,
-// latencies, counts and the log of calls.
+// latencies and counts.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "cuda_abi.h"
@@ -31,19 +31,10 @@ struct Settings {
   std::uint64_t eager = 1;
   std::uint64_t sync_timeout = 10'000;
   std::uint64_t blocking = 0;
-  std::uint64_t sticky_vmm = 1;
-  std::uint64_t late_faults = 0;
 
   static Settings from_environment();
   // Null where there is no such setting.
   std::uint64_t* find(const std::string& name);
-};
-
-struct Latency {
-  double microseconds = 0;
-  bool busy = false;
-
-  void pass() const;
 };
 
 class CallControl {
@@ -53,20 +44,19 @@ class CallControl {
   void fail(const std::string& call, std::uint64_t skip, std::uint64_t refuse, CUresult code);
   // Forgets the failures asked for; the number of refusals that were still to come.
   std::uint64_t disarm();
-  void set_latency(const std::string& call, Latency latency);
+  void set_latency(const std::string& call, double microseconds);
   void hold(const std::string& call, bool held);
 
   // Counts a call; what it must answer without being made, or CUDA_SUCCESS.
   CUresult enter(const std::string& call);
-  Latency latency(const std::string& call) const;
+  std::chrono::duration<double, std::micro> latency(const std::string& call) const;
   // Returns once the call is not held, and lets go of the lock until then.
   void await(const std::string& call, std::unique_lock<std::mutex>& lock) const;
   std::uint64_t count(const std::string& call) const;
 
-  void log(bool on);
-  bool logging() const { return logging_; }
-  void record(std::string line) { lines_.push_back(std::move(line)); }
-  const std::vector<std::string>& lines() const { return lines_; }
+  void count_refusal() { ++refusals_; }
+  // Calls that were answered otherwise than by CUDA_SUCCESS.
+  std::uint64_t refusals() const { return refusals_; }
 
  private:
   struct Failure {
@@ -75,11 +65,10 @@ class CallControl {
     CUresult code;
   };
   std::map<std::string, std::uint64_t> counts_;
-  std::map<std::string, Latency> latencies_;
+  std::map<std::string, double> latencies_;  // microseconds
   std::set<std::string> held_;
   std::vector<Failure> failures_;
-  bool logging_ = false;
-  std::vector<std::string> lines_;
+  std::uint64_t refusals_ = 0;
 };
 
 // "CUDA_ERROR_INVALID_VALUE"; null where the simulation never answers that.

@@ -13,7 +13,6 @@ using simcuda::answer;
 using simcuda::answer_waiting;
 using simcuda::During;
 using simcuda::Needs;
-using simcuda::Result;
 using simcuda::Sim;
 using namespace vtensor::cuda;
 
@@ -43,7 +42,7 @@ SIMCUDA_ENTRY(cuGetErrorName)(CUresult code, const char** name) {
 }
 
 SIMCUDA_ENTRY(cuInit)(unsigned int flags) {
-  return answer("cuInit", Needs::nothing, {{"flags", flags}}, [&](Sim& s, Result&) {
+  return answer("cuInit", Needs::nothing, [&](Sim& s) {
     if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
     if (s.settings.devices == 0) return CUDA_ERROR_NO_DEVICE;
     s.initialised = true;
@@ -52,111 +51,97 @@ SIMCUDA_ENTRY(cuInit)(unsigned int flags) {
 }
 
 SIMCUDA_ENTRY(cuDeviceGetCount)(int* count) {
-  return answer("cuDeviceGetCount", Needs::nothing, {}, [&](Sim& s, Result& result) {
-    result = s.settings.devices;
+  return answer("cuDeviceGetCount", Needs::nothing, [&](Sim& s) {
     *count = static_cast<int>(s.settings.devices);
     return CUDA_SUCCESS;
   });
 }
 
 SIMCUDA_ENTRY(cuDeviceGet)(CUdevice* device, int ordinal) {
-  return answer("cuDeviceGet", Needs::nothing,
-                {{"ordinal", static_cast<unsigned long long>(ordinal)}},
-                [&](Sim& s, Result& result) {
-                  if (!s.has_device(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
-                  result = static_cast<unsigned long long>(ordinal);
-                  *device = ordinal;
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuDeviceGet", Needs::nothing, [&](Sim& s) {
+    if (!s.has_device(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
+    *device = ordinal;
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuDeviceGetAttribute)(int* value, CUdevice_attribute attribute, CUdevice device) {
-  return answer("cuDeviceGetAttribute", Needs::nothing,
-                {{"attribute", static_cast<unsigned long long>(attribute)},
-                 {"device", static_cast<unsigned long long>(device)}},
-                [&](Sim& s, Result& result) {
-                  if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-                  switch (attribute) {
-                    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-                      *value = s.settings.vmm != 0;
-                      break;
-                    case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED:
-                      *value = s.settings.rdma != 0;
-                      break;
-                    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
-                      *value = s.takes(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-                      break;
-                    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
-                      *value = s.takes(CU_MEM_HANDLE_TYPE_FABRIC);
-                      break;
-                    default:
-                      return CUDA_ERROR_INVALID_VALUE;  // not simulated
-                  }
-                  result = static_cast<unsigned long long>(*value);
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuDeviceGetAttribute", Needs::nothing, [&](Sim& s) {
+    if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    switch (attribute) {
+      case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
+        *value = s.settings.vmm != 0;
+        break;
+      case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED:
+        *value = s.settings.rdma != 0;
+        break;
+      case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
+        *value = s.takes(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+        break;
+      case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
+        *value = s.takes(CU_MEM_HANDLE_TYPE_FABRIC);
+        break;
+      default:
+        return CUDA_ERROR_INVALID_VALUE;  // not simulated
+    }
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuDeviceGetUuid_v2)(CUuuid* uuid, CUdevice device) {
-  return answer("cuDeviceGetUuid", Needs::nothing,
-                {{"device", static_cast<unsigned long long>(device)}}, [&](Sim& s, Result&) {
-                  if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-                  *uuid = {{'s', 'i', 'm', static_cast<char>(s.settings.first_uuid + device)}};
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuDeviceGetUuid", Needs::nothing, [&](Sim& s) {
+    if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    *uuid = {{'s', 'i', 'm', static_cast<char>(s.settings.first_uuid + device)}};
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuDevicePrimaryCtxRetain)(CUcontext* context, CUdevice device) {
-  return answer("cuDevicePrimaryCtxRetain", Needs::nothing,
-                {{"device", static_cast<unsigned long long>(device)}}, [&](Sim& s, Result&) {
-                  if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-                  auto& primary = s.contexts[static_cast<std::size_t>(device)];
-                  primary.device = device;
-                  ++primary.retained;
-                  *context = reinterpret_cast<CUcontext>(&primary);
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuDevicePrimaryCtxRetain", Needs::nothing, [&](Sim& s) {
+    if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    auto& primary = s.contexts[static_cast<std::size_t>(device)];
+    primary.device = device;
+    ++primary.retained;
+    *context = reinterpret_cast<CUcontext>(&primary);
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuDevicePrimaryCtxRelease_v2)(CUdevice device) {
-  return answer("cuDevicePrimaryCtxRelease", Needs::nothing,
-                {{"device", static_cast<unsigned long long>(device)}}, [&](Sim& s, Result&) {
-                  if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-                  auto& primary = s.contexts[static_cast<std::size_t>(device)];
-                  if (primary.retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
-                  --primary.retained;
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuDevicePrimaryCtxRelease", Needs::nothing, [&](Sim& s) {
+    if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    auto& primary = s.contexts[static_cast<std::size_t>(device)];
+    if (primary.retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
+    --primary.retained;
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuCtxGetCurrent)(CUcontext* context) {
-  return answer("cuCtxGetCurrent", Needs::nothing, {}, [&](Sim&, Result&) {
+  return answer("cuCtxGetCurrent", Needs::nothing, [&](Sim&) {
     *context = simcuda::current_context;
     return CUDA_SUCCESS;
   });
 }
 
 SIMCUDA_ENTRY(cuCtxSetCurrent)(CUcontext context) {
-  return answer("cuCtxSetCurrent", Needs::nothing, {{"set", context != nullptr}},
-                [&](Sim& s, Result&) {
-                  if (context != nullptr && !s.find(context)) return CUDA_ERROR_INVALID_CONTEXT;
-                  simcuda::current_context = context;
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuCtxSetCurrent", Needs::nothing, [&](Sim& s) {
+    if (context != nullptr && !s.find(context)) return CUDA_ERROR_INVALID_CONTEXT;
+    simcuda::current_context = context;
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuCtxGetDevice)(CUdevice* device) {
-  return answer("cuCtxGetDevice", Needs::context, During::any_capture, {},
-                [&](Sim& s, Result& result) {
-                  *device = s.find(simcuda::current_context)->device;
-                  result = static_cast<unsigned long long>(*device);
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuCtxGetDevice", Needs::context, During::any_capture, [&](Sim& s) {
+    *device = s.find(simcuda::current_context)->device;
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuMemGetInfo_v2)(size_t* free, size_t* total) {
-  return answer("cuMemGetInfo", Needs::context, {}, [&](Sim& s, Result& result) {
-    result = *free = s.free_memory(s.find(simcuda::current_context)->device);
+  return answer("cuMemGetInfo", Needs::context, [&](Sim& s) {
+    *free = s.free_memory(s.find(simcuda::current_context)->device);
     *total = s.settings.memory;
     return CUDA_SUCCESS;
   });
@@ -164,112 +149,101 @@ SIMCUDA_ENTRY(cuMemGetInfo_v2)(size_t* free, size_t* total) {
 
 SIMCUDA_ENTRY(cuMemGetAllocationGranularity)(size_t* granularity,
                                              const CUmemAllocationProp* properties,
-                                             CUmemAllocationGranularity_flags kind) {
-  return answer("cuMemGetAllocationGranularity", Needs::vmm,
-                {{"kind", static_cast<unsigned long long>(kind)}}, [&](Sim& s, Result& result) {
-                  if (!is_device_memory(s, properties)) return CUDA_ERROR_INVALID_VALUE;
-                  result = *granularity = s.settings.granularity;
-                  return CUDA_SUCCESS;
-                });
+                                             CUmemAllocationGranularity_flags) {
+  return answer("cuMemGetAllocationGranularity", Needs::vmm, [&](Sim& s) {
+    if (!is_device_memory(s, properties)) return CUDA_ERROR_INVALID_VALUE;
+    *granularity = s.settings.granularity;
+    return CUDA_SUCCESS;
+  });
 }
 
-SIMCUDA_ENTRY(cuMemAddressReserve)(CUdeviceptr* ptr, size_t size, size_t alignment,
-                                   CUdeviceptr hint, unsigned long long flags) {
-  return answer("cuMemAddressReserve", Needs::vmm,
-                {{"size", size}, {"alignment", alignment}, {"hint_ptr", hint}, {"flags", flags}},
-                [&](Sim& s, Result& result) {
-                  if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
-                  simcuda::Address range = 0;
-                  const CUresult code =
-                      s.model->memory.reserve(&range, size, alignment, s.settings.granularity);
-                  if (code == CUDA_SUCCESS) result = *ptr = range;
-                  return code;
-                });
+SIMCUDA_ENTRY(cuMemAddressReserve)(CUdeviceptr* ptr, size_t size, size_t alignment, CUdeviceptr,
+                                   unsigned long long flags) {
+  return answer("cuMemAddressReserve", Needs::vmm, [&](Sim& s) {
+    if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
+    simcuda::Address range = 0;
+    const CUresult code = s.model->memory.reserve(&range, size, alignment, s.settings.granularity);
+    if (code == CUDA_SUCCESS) *ptr = range;
+    return code;
+  });
 }
 
 SIMCUDA_ENTRY(cuMemAddressFree)(CUdeviceptr ptr, size_t size) {
-  return answer("cuMemAddressFree", Needs::vmm, {{"ptr", ptr}, {"size", size}},
-                [&](Sim& s, Result&) { return s.model->memory.free_range(ptr, size); });
+  return answer("cuMemAddressFree", Needs::vmm,
+                [&](Sim& s) { return s.model->memory.free_range(ptr, size); });
 }
 
 SIMCUDA_ENTRY(cuMemCreate)(CUmemGenericAllocationHandle* handle, size_t size,
                            const CUmemAllocationProp* properties, unsigned long long flags) {
   const bool rdma = properties != nullptr && properties->allocFlags.gpuDirectRDMACapable != 0;
-  return answer("cuMemCreate", Needs::vmm, {{"size", size}, {"rdma", rdma}, {"flags", flags}},
-                [&](Sim& s, Result& result) {
-                  if (flags != 0 || size == 0 || !is_aligned(s, 0, size) ||
-                      !is_device_memory(s, properties) || (rdma && s.settings.rdma == 0)) {
-                    return CUDA_ERROR_INVALID_VALUE;
-                  }
-                  const CUmemAllocationHandleType types = properties->requestedHandleTypes;
-                  if (!s.takes(types)) return CUDA_ERROR_NOT_SUPPORTED;
-                  // As where the attribute is there and no IMEX channel is.
-                  if ((types & CU_MEM_HANDLE_TYPE_FABRIC) != 0 && s.settings.imex == 0)
-                    return CUDA_ERROR_NOT_PERMITTED;
-                  const int device = properties->location.id;
-                  std::uint64_t made = 0;
-                  const CUresult code = s.model->memory.create(&made, size, device,
-                                                               s.free_memory(device), types, rdma);
-                  if (code == CUDA_SUCCESS) result = *handle = made;
-                  return code;
-                });
+  return answer("cuMemCreate", Needs::vmm, [&](Sim& s) {
+    if (flags != 0 || size == 0 || !is_aligned(s, 0, size) || !is_device_memory(s, properties) ||
+        (rdma && s.settings.rdma == 0)) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    const CUmemAllocationHandleType types = properties->requestedHandleTypes;
+    if (!s.takes(types)) return CUDA_ERROR_NOT_SUPPORTED;
+    // As where the attribute is there and no IMEX channel is.
+    if ((types & CU_MEM_HANDLE_TYPE_FABRIC) != 0 && s.settings.imex == 0)
+      return CUDA_ERROR_NOT_PERMITTED;
+    const int device = properties->location.id;
+    std::uint64_t made = 0;
+    const CUresult code =
+        s.model->memory.create(&made, size, device, s.free_memory(device), types, rdma);
+    if (code == CUDA_SUCCESS) *handle = made;
+    return code;
+  });
 }
 
 SIMCUDA_ENTRY(cuMemRelease)(CUmemGenericAllocationHandle handle) {
-  return answer("cuMemRelease", Needs::vmm, {{"handle", handle}},
-                [&](Sim& s, Result&) { return s.model->memory.release(handle); });
+  return answer("cuMemRelease", Needs::vmm,
+                [&](Sim& s) { return s.model->memory.release(handle); });
 }
 
 SIMCUDA_ENTRY(cuMemExportToShareableHandle)(void* shareable, CUmemGenericAllocationHandle handle,
                                             CUmemAllocationHandleType type,
                                             unsigned long long flags) {
-  return answer("cuMemExportToShareableHandle", Needs::vmm,
-                {{"handle", handle}, {"type", type}, {"flags", flags}}, [&](Sim& s, Result&) {
-                  const int file = flags == 0 ? s.model->memory.export_file(handle, type) : -1;
-                  if (file < 0) return CUDA_ERROR_INVALID_VALUE;
-                  if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
-                    auto* const name = static_cast<CUmemFabricHandle*>(shareable)->data;
-                    std::snprintf(reinterpret_cast<char*>(name), sizeof(CUmemFabricHandle),
-                                  "/proc/%d/fd/%d", getpid(), file);
-                  } else {
-                    const int made = fcntl(file, F_DUPFD_CLOEXEC, 0);
-                    if (made < 0) return CUDA_ERROR_UNKNOWN;
-                    *static_cast<int*>(shareable) = made;
-                  }
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuMemExportToShareableHandle", Needs::vmm, [&](Sim& s) {
+    const int file = flags == 0 ? s.model->memory.export_file(handle, type) : -1;
+    if (file < 0) return CUDA_ERROR_INVALID_VALUE;
+    if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
+      auto* const name = static_cast<CUmemFabricHandle*>(shareable)->data;
+      std::snprintf(reinterpret_cast<char*>(name), sizeof(CUmemFabricHandle), "/proc/%d/fd/%d",
+                    getpid(), file);
+    } else {
+      const int made = fcntl(file, F_DUPFD_CLOEXEC, 0);
+      if (made < 0) return CUDA_ERROR_UNKNOWN;
+      *static_cast<int*>(shareable) = made;
+    }
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuMemImportFromShareableHandle)(CUmemGenericAllocationHandle* handle, void* shareable,
                                               CUmemAllocationHandleType type) {
-  return answer(
-      "cuMemImportFromShareableHandle", Needs::vmm, {{"type", type}}, [&](Sim& s, Result& result) {
-        const bool fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
-        const int file = fabric ? open(static_cast<const char*>(shareable), O_RDWR | O_CLOEXEC)
-                                : static_cast<int>(reinterpret_cast<std::intptr_t>(shareable));
-        std::uint64_t made = 0;
-        const CUresult code = s.model->memory.import_file(&made, file);
-        if (fabric && file >= 0) close(file);
-        if (code == CUDA_SUCCESS) result = *handle = made;
-        return code;
-      });
+  return answer("cuMemImportFromShareableHandle", Needs::vmm, [&](Sim& s) {
+    const bool fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
+    const int file = fabric ? open(static_cast<const char*>(shareable), O_RDWR | O_CLOEXEC)
+                            : static_cast<int>(reinterpret_cast<std::intptr_t>(shareable));
+    std::uint64_t made = 0;
+    const CUresult code = s.model->memory.import_file(&made, file);
+    if (fabric && file >= 0) close(file);
+    if (code == CUDA_SUCCESS) *handle = made;
+    return code;
+  });
 }
 
 SIMCUDA_ENTRY(cuMemMap)(CUdeviceptr ptr, size_t size, size_t offset,
                         CUmemGenericAllocationHandle handle, unsigned long long flags) {
-  return answer(
-      "cuMemMap", Needs::vmm,
-      {{"ptr", ptr}, {"size", size}, {"offset", offset}, {"handle", handle}, {"flags", flags}},
-      [&](Sim& s, Result&) {
-        if (flags != 0 || !is_aligned(s, ptr, size)) return CUDA_ERROR_INVALID_VALUE;
-        return s.model->memory.map(ptr, size, offset, handle);
-      });
+  return answer("cuMemMap", Needs::vmm, [&](Sim& s) {
+    if (flags != 0 || !is_aligned(s, ptr, size)) return CUDA_ERROR_INVALID_VALUE;
+    return s.model->memory.map(ptr, size, offset, handle);
+  });
 }
 
 SIMCUDA_ENTRY(cuMemUnmap)(CUdeviceptr ptr, size_t size) {
   return answer_waiting("cuMemUnmap", Needs::vmm, During::no_capture,
-                        {{"ptr", ptr}, {"size", size}},
-                        [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
+                        [&](Sim& s, std::unique_lock<std::mutex>& lock) {
                           const CUresult code = wait_where_blocking(s, lock);
                           if (code != CUDA_SUCCESS) return code;
                           if (s.model->streams.touches(ptr, size))
@@ -283,11 +257,7 @@ SIMCUDA_ENTRY(cuMemSetAccess)(CUdeviceptr ptr, size_t size, const CUmemAccessDes
   const bool is_one = wanted != nullptr && count == 1;
   return answer_waiting(
       "cuMemSetAccess", Needs::vmm, During::no_capture,
-      {{"ptr", ptr},
-       {"size", size},
-       {"access", is_one ? static_cast<unsigned long long>(wanted->flags) : 0},
-       {"count", count}},
-      [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
+      [&](Sim& s, std::unique_lock<std::mutex>& lock) {
         // More than one location is not simulated.
         if (!is_one || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
           return CUDA_ERROR_INVALID_VALUE;

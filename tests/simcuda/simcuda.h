@@ -24,11 +24,6 @@
 //   blocking     SIMCUDA_BLOCKING     1 where cuMemUnmap and cuMemSetAccess return only once the
 //                                     device is idle, as cuda.h allows, and within
 //                                     sync_timeout (0)
-//   sticky_vmm   SIMCUDA_STICKY_VMM   1 where virtual memory management answers the error of a
-//   context
-//                                     that is in error, as cuda.h allows, 0 where it goes on (1)
-//   late_faults  SIMCUDA_LATE_FAULTS  1 where memory work over what is not accessible is taken and
-//                                     faults when it runs, 0 where it is refused at once (0)
 // SIMCUDA_REPORT_LEAKS=1 has the library say on stderr, when it is unloaded, what was not given
 // back.
 //
@@ -53,8 +48,8 @@ void simcuda_reset(void);
 int simcuda_fail(const char* call, uint64_t skip, uint64_t refuse, int code);
 // Forgets the failures asked for and returns how many refusals were still to come.
 uint64_t simcuda_disarm(void);
-// Every later call of that name takes this much longer; `busy` burns the time instead of sleeping.
-int simcuda_set_latency(const char* call, double microseconds, int busy);
+// Every later call of that name takes this much longer.
+int simcuda_set_latency(const char* call, double microseconds);
 // Calls of that name wait, once they are counted, until the name is held no longer: hold = 0.
 int simcuda_hold_calls(const char* call, int hold);
 
@@ -79,12 +74,8 @@ uint64_t simcuda_mapping_at(uint64_t address, int* access);
 
 // How often a call was made since the library was loaded or reset.
 uint64_t simcuda_calls(const char* call);
-// The log: one line a call, "cuMemMap(ptr=0x..., size=2097152, offset=0, handle=7, flags=0) =
-// CUDA_SUCCESS".
-void simcuda_log(int on);  // off at first; turning it on empties it
-size_t simcuda_log_lines(void);
-// Copies a line with its ending zero into `line`; returns its length without it, as snprintf does.
-size_t simcuda_log_line(size_t index, char* line, size_t size);
+// How many calls were refused since then.
+uint64_t simcuda_refusals(void);
 
 // Streams are CUstream values, and 0 the default stream of the thread's context, or else of the
 // first device. What returns an int returns 0, or -1 where there is no such stream.

@@ -1,6 +1,4 @@
 // The control interface of the simulated libcuda (a test double): see simcuda.h.
-#include <cstdio>
-
 #include "sim.h"
 
 using simcuda::Sim;
@@ -73,10 +71,10 @@ SIMCUDA_EXPORT uint64_t simcuda_disarm(void) {
   return sim().control.disarm();
 }
 
-SIMCUDA_EXPORT int simcuda_set_latency(const char* call, double microseconds, int busy) {
+SIMCUDA_EXPORT int simcuda_set_latency(const char* call, double microseconds) {
   if (!simcuda::CallControl::is_call(call)) return -1;
   std::lock_guard lock(sim().mutex);
-  sim().control.set_latency(call, {microseconds, busy != 0});
+  sim().control.set_latency(call, microseconds);
   return 0;
 }
 
@@ -110,21 +108,9 @@ SIMCUDA_EXPORT uint64_t simcuda_calls(const char* call) {
   return sim().control.count(call);
 }
 
-SIMCUDA_EXPORT void simcuda_log(int on) {
+SIMCUDA_EXPORT uint64_t simcuda_refusals(void) {
   std::lock_guard lock(sim().mutex);
-  sim().control.log(on != 0);
-}
-
-SIMCUDA_EXPORT size_t simcuda_log_lines(void) {
-  std::lock_guard lock(sim().mutex);
-  return sim().control.lines().size();
-}
-
-SIMCUDA_EXPORT size_t simcuda_log_line(size_t index, char* line, size_t size) {
-  std::lock_guard lock(sim().mutex);
-  const auto& lines = sim().control.lines();
-  const std::string text = index < lines.size() ? lines[index] : std::string();
-  return static_cast<size_t>(std::snprintf(line, size, "%s", text.c_str()));
+  return sim().control.refusals();
 }
 
 SIMCUDA_EXPORT int simcuda_hold(uint64_t stream) { return hold(stream, true); }

@@ -5,7 +5,6 @@
 using simcuda::answer;
 using simcuda::During;
 using simcuda::Needs;
-using simcuda::Result;
 using simcuda::Sim;
 using namespace vtensor::cuda;
 
@@ -26,46 +25,42 @@ bool has_device_pointer(const Sim& s, CUdeviceptr at) {
 
 // Triton asks it of each tensor that a kernel is given, also while a stream is captured.
 SIMCUDA_ENTRY(cuPointerGetAttribute)(void* value, CUpointer_attribute attribute, CUdeviceptr at) {
-  return answer("cuPointerGetAttribute", Needs::context, During::any_capture,
-                {{"attribute", static_cast<unsigned long long>(attribute)}, {"ptr", at}},
-                [&](Sim& s, Result&) {
-                  CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
-                  switch (attribute) {
-                    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-                      if (!has_device_pointer(s, at)) return CUDA_ERROR_INVALID_VALUE;
-                      *static_cast<CUdeviceptr*>(value) = at;
-                      return CUDA_SUCCESS;
-                    case CU_POINTER_ATTRIBUTE_MAPPED:
-                      if (!s.model->memory.is_reserved(at)) return CUDA_ERROR_INVALID_VALUE;
-                      *static_cast<int*>(value) = s.model->memory.handle_at(at, &access) != 0;
-                      return CUDA_SUCCESS;
-                    default:
-                      return CUDA_ERROR_NOT_SUPPORTED;  // not simulated
-                  }
-                });
+  return answer("cuPointerGetAttribute", Needs::context, During::any_capture, [&](Sim& s) {
+    CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    switch (attribute) {
+      case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+        if (!has_device_pointer(s, at)) return CUDA_ERROR_INVALID_VALUE;
+        *static_cast<CUdeviceptr*>(value) = at;
+        return CUDA_SUCCESS;
+      case CU_POINTER_ATTRIBUTE_MAPPED:
+        if (!s.model->memory.is_reserved(at)) return CUDA_ERROR_INVALID_VALUE;
+        *static_cast<int*>(value) = s.model->memory.handle_at(at, &access) != 0;
+        return CUDA_SUCCESS;
+      default:
+        return CUDA_ERROR_NOT_SUPPORTED;  // not simulated
+    }
+  });
 }
 
 SIMCUDA_ENTRY(cuMemGetAccess)(unsigned long long* access, const CUmemLocation* location,
                               CUdeviceptr at) {
-  return answer("cuMemGetAccess", Needs::vmm, {{"ptr", at}}, [&](Sim& s, Result& result) {
+  return answer("cuMemGetAccess", Needs::vmm, [&](Sim& s) {
     CUmemAccess_flags found = CU_MEM_ACCESS_FLAGS_PROT_NONE;
     if (location == nullptr || location->type != CU_MEM_LOCATION_TYPE_DEVICE ||
         s.model->memory.handle_at(at, &found) == 0) {
       return CUDA_ERROR_INVALID_VALUE;
     }
     if (!s.has_device(location->id)) return CUDA_ERROR_INVALID_DEVICE;
-    result = *access = found;
+    *access = found;
     return CUDA_SUCCESS;
   });
 }
 
 SIMCUDA_ENTRY(cuMemRetainAllocationHandle)(CUmemGenericAllocationHandle* handle, void* at) {
-  return answer("cuMemRetainAllocationHandle", Needs::vmm, {{"ptr", simcuda::number(at)}},
-                [&](Sim& s, Result& result) {
-                  std::uint64_t found = 0;
-                  const CUresult code =
-                      s.model->memory.retain(reinterpret_cast<simcuda::Address>(at), &found);
-                  if (code == CUDA_SUCCESS) result = *handle = found;
-                  return code;
-                });
+  return answer("cuMemRetainAllocationHandle", Needs::vmm, [&](Sim& s) {
+    std::uint64_t found = 0;
+    const CUresult code = s.model->memory.retain(reinterpret_cast<simcuda::Address>(at), &found);
+    if (code == CUDA_SUCCESS) *handle = found;
+    return code;
+  });
 }

@@ -8,7 +8,6 @@ using simcuda::answer;
 using simcuda::During;
 using simcuda::Needs;
 using simcuda::number;
-using simcuda::Result;
 using simcuda::Sim;
 using simcuda::SimStreams;
 using simcuda::Work;
@@ -46,8 +45,7 @@ CUresult refuse_captured(const std::shared_ptr<simcuda::Capture>& capture, CUres
 }
 
 CUresult fill(Sim& s, CUstream stream, CUdeviceptr ptr, unsigned char value, std::size_t size) {
-  if (!s.settings.late_faults &&
-      !s.model->memory.allows(ptr, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) {
+  if (!s.model->memory.allows(ptr, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   return simcuda::submit(s, stream,
@@ -55,9 +53,8 @@ CUresult fill(Sim& s, CUstream stream, CUdeviceptr ptr, unsigned char value, std
 }
 
 CUresult copy(Sim& s, CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t size) {
-  if (!s.settings.late_faults &&
-      (!s.model->memory.allows(to, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
-       !s.model->memory.allows(from, size, CU_MEM_ACCESS_FLAGS_PROT_READ))) {
+  if (!s.model->memory.allows(to, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
+      !s.model->memory.allows(from, size, CU_MEM_ACCESS_FLAGS_PROT_READ)) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   return simcuda::submit(s, stream,
@@ -68,8 +65,7 @@ CUresult copy_host(Sim& s, CUstream stream, Work::Kind kind, CUdeviceptr at, voi
                    size_t size) {
   const auto access = kind == Work::Kind::to_host ? CU_MEM_ACCESS_FLAGS_PROT_READ
                                                   : CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  if (!s.settings.late_faults && !s.model->memory.allows(at, size, access))
-    return CUDA_ERROR_INVALID_VALUE;
+  if (!s.model->memory.allows(at, size, access)) return CUDA_ERROR_INVALID_VALUE;
   return simcuda::submit(s, stream, {.kind = kind, .at = at, .size = size, .host = host});
 }
 
@@ -89,48 +85,41 @@ CUresult simcuda::submit(Sim& s, CUstream stream, Work work) {
 }
 
 SIMCUDA_ENTRY(cuMemsetD8_v2)(CUdeviceptr ptr, unsigned char value, size_t size) {
-  return answer("cuMemsetD8", Needs::context, {{"ptr", ptr}, {"value", value}, {"size", size}},
-                [&](Sim& s, Result&) { return fill(s, nullptr, ptr, value, size); });
+  return answer("cuMemsetD8", Needs::context,
+                [&](Sim& s) { return fill(s, nullptr, ptr, value, size); });
 }
 
 SIMCUDA_ENTRY(cuMemsetD8Async)(CUdeviceptr ptr, unsigned char value, size_t size, CUstream stream) {
   return answer("cuMemsetD8Async", Needs::context, During::any_capture,
-                {{"ptr", ptr}, {"value", value}, {"size", size}, {"stream", number(stream)}},
-                [&](Sim& s, Result&) { return fill(s, stream, ptr, value, size); });
+                [&](Sim& s) { return fill(s, stream, ptr, value, size); });
 }
 
 SIMCUDA_ENTRY(cuMemcpyDtoD_v2)(CUdeviceptr to, CUdeviceptr from, size_t size) {
   return answer("cuMemcpyDtoD", Needs::context,
-                {{"to_ptr", to}, {"from_ptr", from}, {"size", size}},
-                [&](Sim& s, Result&) { return copy(s, nullptr, to, from, size); });
+                [&](Sim& s) { return copy(s, nullptr, to, from, size); });
 }
 
 SIMCUDA_ENTRY(cuMemcpyDtoDAsync_v2)(CUdeviceptr to, CUdeviceptr from, size_t size,
                                     CUstream stream) {
   return answer("cuMemcpyDtoDAsync", Needs::context, During::any_capture,
-                {{"to_ptr", to}, {"from_ptr", from}, {"size", size}, {"stream", number(stream)}},
-                [&](Sim& s, Result&) { return copy(s, stream, to, from, size); });
+                [&](Sim& s) { return copy(s, stream, to, from, size); });
 }
 
 SIMCUDA_ENTRY(cuMemcpyDtoHAsync_v2)(void* to, CUdeviceptr from, size_t size, CUstream stream) {
-  return answer(
-      "cuMemcpyDtoHAsync", Needs::context, During::any_capture,
-      {{"from_ptr", from}, {"size", size}, {"stream", number(stream)}},
-      [&](Sim& s, Result&) { return copy_host(s, stream, Work::Kind::to_host, from, to, size); });
+  return answer("cuMemcpyDtoHAsync", Needs::context, During::any_capture,
+                [&](Sim& s) { return copy_host(s, stream, Work::Kind::to_host, from, to, size); });
 }
 
 SIMCUDA_ENTRY(cuMemcpyHtoDAsync_v2)(CUdeviceptr to, const void* from, size_t size,
                                     CUstream stream) {
-  return answer("cuMemcpyHtoDAsync", Needs::context, During::any_capture,
-                {{"to_ptr", to}, {"size", size}, {"stream", number(stream)}}, [&](Sim& s, Result&) {
-                  return copy_host(s, stream, Work::Kind::from_host, to, const_cast<void*>(from),
-                                   size);
-                });
+  return answer("cuMemcpyHtoDAsync", Needs::context, During::any_capture, [&](Sim& s) {
+    return copy_host(s, stream, Work::Kind::from_host, to, const_cast<void*>(from), size);
+  });
 }
 
 SIMCUDA_ENTRY(cuCtxSynchronize)(void) {
-  return simcuda::answer_waiting("cuCtxSynchronize", Needs::context, During::no_capture, {},
-                                 [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
+  return simcuda::answer_waiting("cuCtxSynchronize", Needs::context, During::no_capture,
+                                 [&](Sim& s, std::unique_lock<std::mutex>& lock) {
                                    const CUcontext context = s.context();
                                    // A context with a capture in it cannot be asked, whatever the
                                    // thread's mode.
@@ -143,46 +132,42 @@ SIMCUDA_ENTRY(cuCtxSynchronize)(void) {
 }
 
 SIMCUDA_ENTRY(cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode* mode) {
-  return answer("cuThreadExchangeStreamCaptureMode", Needs::nothing,
-                {{"mode", static_cast<unsigned long long>(*mode)}}, [&](Sim&, Result&) {
-                  std::swap(*mode, simcuda::capture_mode);
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuThreadExchangeStreamCaptureMode", Needs::nothing, [&](Sim&) {
+    std::swap(*mode, simcuda::capture_mode);
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuStreamCreate)(CUstream* stream, unsigned int flags) {
-  return answer("cuStreamCreate", Needs::context, {{"flags", flags}}, [&](Sim& s, Result& result) {
+  return answer("cuStreamCreate", Needs::context, [&](Sim& s) {
     *stream = s.model->streams.make(s.context(), (flags & CU_STREAM_NON_BLOCKING) == 0);
-    result = number(*stream);
     return CUDA_SUCCESS;
   });
 }
 
 SIMCUDA_ENTRY(cuStreamDestroy_v2)(CUstream stream) {
-  return answer(
-      "cuStreamDestroy", Needs::context, {{"stream", number(stream)}}, [&](Sim& s, Result&) {
-        return s.model->streams.destroy(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
-      });
+  return answer("cuStreamDestroy", Needs::context, [&](Sim& s) {
+    return s.model->streams.destroy(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+  });
 }
 
 SIMCUDA_ENTRY(cuStreamQuery)(CUstream stream) {
-  return answer("cuStreamQuery", Needs::context, {{"stream", number(stream)}},
-                [&](Sim& s, Result&) {
-                  StreamPtr found;
-                  CUresult code = enter_stream(s, stream, &found);
-                  if (code != CUDA_SUCCESS) return code;
-                  code = refuse_captured(found->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-                  if (code != CUDA_SUCCESS) return code;
-                  if (s.model->streams.idle(found)) return CUDA_SUCCESS;
-                  const CUresult error = s.model->streams.error(found->context);
-                  return error != CUDA_SUCCESS ? error : CUDA_ERROR_NOT_READY;
-                });
+  return answer("cuStreamQuery", Needs::context, [&](Sim& s) {
+    StreamPtr found;
+    CUresult code = enter_stream(s, stream, &found);
+    if (code != CUDA_SUCCESS) return code;
+    code = refuse_captured(found->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    if (code != CUDA_SUCCESS) return code;
+    if (s.model->streams.idle(found)) return CUDA_SUCCESS;
+    const CUresult error = s.model->streams.error(found->context);
+    return error != CUDA_SUCCESS ? error : CUDA_ERROR_NOT_READY;
+  });
 }
 
 SIMCUDA_ENTRY(cuStreamSynchronize)(CUstream stream) {
   return simcuda::answer_waiting(
-      "cuStreamSynchronize", Needs::context, During::no_capture, {{"stream", number(stream)}},
-      [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
+      "cuStreamSynchronize", Needs::context, During::no_capture,
+      [&](Sim& s, std::unique_lock<std::mutex>& lock) {
         StreamPtr found;
         CUresult code = enter_stream(s, stream, &found);
         if (code != CUDA_SUCCESS) return code;
@@ -194,234 +179,209 @@ SIMCUDA_ENTRY(cuStreamSynchronize)(CUstream stream) {
 }
 
 SIMCUDA_ENTRY(cuStreamGetCtx)(CUstream stream, CUcontext* context) {
-  return answer("cuStreamGetCtx", Needs::nothing, {{"stream", number(stream)}},
-                [&](Sim& s, Result&) {
-                  if (is_default(stream)) {
-                    *context = simcuda::current_context;
-                    return *context == nullptr ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
-                  }
-                  const StreamPtr found = s.model->streams.find(stream, nullptr);
-                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  *context = found->context;
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuStreamGetCtx", Needs::nothing, [&](Sim& s) {
+    if (is_default(stream)) {
+      *context = simcuda::current_context;
+      return *context == nullptr ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+    }
+    const StreamPtr found = s.model->streams.find(stream, nullptr);
+    if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    *context = found->context;
+    return CUDA_SUCCESS;
+  });
 }
 
-SIMCUDA_ENTRY(cuStreamWaitEvent)(CUstream stream, CUevent event, unsigned int flags) {
-  return answer("cuStreamWaitEvent", Needs::context, During::any_capture,
-                {{"stream", number(stream)}, {"event", number(event)}, {"flags", flags}},
-                [&](Sim& s, Result&) {
-                  StreamPtr found;
-                  const CUresult code = enter_stream(s, stream, &found);
-                  if (code != CUDA_SUCCESS) return code;
-                  const auto* const it = s.model->streams.find(event);
-                  if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  const auto& capture = it->capture;
-                  if (capture == nullptr) {
-                    if (found->capture != nullptr) {
-                      found->capture->invalidated = true;
-                      return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
-                    }
-                    s.model->streams.wait(found, *it);
-                    run_if_eager(s);
-                    return CUDA_SUCCESS;
-                  }
-                  if (capture->origin == nullptr)
-                    return CUDA_ERROR_CAPTURED_EVENT;  // that capture is over
-                  if (found->capture == nullptr) {
-                    found->capture = capture;
-                    capture->joined.push_back(found);
-                  }
-                  return found->capture == capture ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_MERGE;
-                });
+SIMCUDA_ENTRY(cuStreamWaitEvent)(CUstream stream, CUevent event, unsigned int) {
+  return answer("cuStreamWaitEvent", Needs::context, During::any_capture, [&](Sim& s) {
+    StreamPtr found;
+    const CUresult code = enter_stream(s, stream, &found);
+    if (code != CUDA_SUCCESS) return code;
+    const auto* const it = s.model->streams.find(event);
+    if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    const auto& capture = it->capture;
+    if (capture == nullptr) {
+      if (found->capture != nullptr) {
+        found->capture->invalidated = true;
+        return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+      }
+      s.model->streams.wait(found, *it);
+      run_if_eager(s);
+      return CUDA_SUCCESS;
+    }
+    if (capture->origin == nullptr) return CUDA_ERROR_CAPTURED_EVENT;  // that capture is over
+    if (found->capture == nullptr) {
+      found->capture = capture;
+      capture->joined.push_back(found);
+    }
+    return found->capture == capture ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_MERGE;
+  });
 }
 
-SIMCUDA_ENTRY(cuEventCreate)(CUevent* event, unsigned int flags) {
-  return answer("cuEventCreate", Needs::context, {{"flags", flags}}, [&](Sim& s, Result& result) {
+SIMCUDA_ENTRY(cuEventCreate)(CUevent* event, unsigned int) {
+  return answer("cuEventCreate", Needs::context, [&](Sim& s) {
     *event = s.model->streams.make_event(s.context());
-    result = number(*event);
     return CUDA_SUCCESS;
   });
 }
 
 SIMCUDA_ENTRY(cuEventDestroy_v2)(CUevent event) {
-  return answer("cuEventDestroy", Needs::context, {{"event", number(event)}}, [&](Sim& s, Result&) {
+  return answer("cuEventDestroy", Needs::context, [&](Sim& s) {
     return s.model->streams.destroy(event) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
   });
 }
 
 SIMCUDA_ENTRY(cuEventRecord)(CUevent event, CUstream stream) {
-  return answer("cuEventRecord", Needs::context, During::any_capture,
-                {{"event", number(event)}, {"stream", number(stream)}}, [&](Sim& s, Result&) {
-                  StreamPtr found;
-                  const CUresult code = enter_stream(s, stream, &found);
-                  if (code != CUDA_SUCCESS) return code;
-                  auto* const it = s.model->streams.find(event);
-                  if (it == nullptr || it->context != found->context)
-                    return CUDA_ERROR_INVALID_HANDLE;
-                  if (found->capture != nullptr) {
-                    it->capture = found->capture;
-                    return CUDA_SUCCESS;
-                  }
-                  s.model->streams.record(found, it);
-                  run_if_eager(s);
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuEventRecord", Needs::context, During::any_capture, [&](Sim& s) {
+    StreamPtr found;
+    const CUresult code = enter_stream(s, stream, &found);
+    if (code != CUDA_SUCCESS) return code;
+    auto* const it = s.model->streams.find(event);
+    if (it == nullptr || it->context != found->context) return CUDA_ERROR_INVALID_HANDLE;
+    if (found->capture != nullptr) {
+      it->capture = found->capture;
+      return CUDA_SUCCESS;
+    }
+    s.model->streams.record(found, it);
+    run_if_eager(s);
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuEventQuery)(CUevent event) {
-  return answer("cuEventQuery", Needs::nothing, During::no_capture, {{"event", number(event)}},
-                [&](Sim& s, Result&) {
-                  auto* const it = s.model->streams.find(event);
-                  if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  CUresult code = refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
-                  if (code == CUDA_SUCCESS) code = s.model->streams.error(it->context);
-                  if (code != CUDA_SUCCESS) return code;
-                  if (s.model->streams.passed(*it)) return CUDA_SUCCESS;
-                  const CUresult error = s.model->streams.error(it->context);
-                  return error != CUDA_SUCCESS ? error : CUDA_ERROR_NOT_READY;
-                });
+  return answer("cuEventQuery", Needs::nothing, During::no_capture, [&](Sim& s) {
+    auto* const it = s.model->streams.find(event);
+    if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    CUresult code = refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
+    if (code == CUDA_SUCCESS) code = s.model->streams.error(it->context);
+    if (code != CUDA_SUCCESS) return code;
+    if (s.model->streams.passed(*it)) return CUDA_SUCCESS;
+    const CUresult error = s.model->streams.error(it->context);
+    return error != CUDA_SUCCESS ? error : CUDA_ERROR_NOT_READY;
+  });
 }
 
 SIMCUDA_ENTRY(cuEventSynchronize)(CUevent event) {
-  return simcuda::answer_waiting(
-      "cuEventSynchronize", Needs::context, During::no_capture, {{"event", number(event)}},
-      [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
-        const auto* const it = s.model->streams.find(event);
-        if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-        const CUresult code = refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
-        if (code != CUDA_SUCCESS || it->point.reached()) return code;
-        const SimStreams::Point point = it->point;
-        return simcuda::wait_until(s, point.stream->context, lock, [&] {
-          s.model->streams.run();
-          return point.reached();
-        });
-      });
+  return simcuda::answer_waiting("cuEventSynchronize", Needs::context, During::no_capture,
+                                 [&](Sim& s, std::unique_lock<std::mutex>& lock) {
+                                   const auto* const it = s.model->streams.find(event);
+                                   if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                                   const CUresult code =
+                                       refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
+                                   if (code != CUDA_SUCCESS || it->point.reached()) return code;
+                                   const SimStreams::Point point = it->point;
+                                   return simcuda::wait_until(s, point.stream->context, lock, [&] {
+                                     s.model->streams.run();
+                                     return point.reached();
+                                   });
+                                 });
 }
 
 SIMCUDA_ENTRY(cuStreamIsCapturing)(CUstream stream, CUstreamCaptureStatus* status) {
-  return answer("cuStreamIsCapturing", Needs::context, During::any_capture,
-                {{"stream", number(stream)}}, [&](Sim& s, Result& result) {
-                  const StreamPtr found = s.model->streams.find(stream, s.context());
-                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  if (is_default(stream) && s.model->streams.blocking_capture(found->context)) {
-                    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-                  }
-                  *status = found->capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
-                            : found->capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
-                                                          : CU_STREAM_CAPTURE_STATUS_ACTIVE;
-                  result = static_cast<unsigned long long>(*status);
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuStreamIsCapturing", Needs::context, During::any_capture, [&](Sim& s) {
+    const StreamPtr found = s.model->streams.find(stream, s.context());
+    if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    if (is_default(stream) && s.model->streams.blocking_capture(found->context)) {
+      return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    }
+    *status = found->capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
+              : found->capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                            : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuStreamGetCaptureInfo_v2)(CUstream stream, CUstreamCaptureStatus* status,
                                          std::uint64_t* id, CUgraph* graph,
                                          const CUgraphNode** dependencies,
                                          size_t* dependency_count) {
-  return answer("cuStreamGetCaptureInfo", Needs::context, During::any_capture,
-                {{"stream", number(stream)}}, [&](Sim& s, Result&) {
-                  // Nodes are not simulated.
-                  if (dependencies != nullptr || dependency_count != nullptr) {
-                    return CUDA_ERROR_NOT_SUPPORTED;
-                  }
-                  const StreamPtr found = s.model->streams.find(stream, s.context());
-                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  if (is_default(stream) && s.model->streams.blocking_capture(found->context)) {
-                    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-                  }
-                  const auto& capture = found->capture;
-                  *status = capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
-                            : capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
-                                                   : CU_STREAM_CAPTURE_STATUS_ACTIVE;
-                  if (*status != CU_STREAM_CAPTURE_STATUS_ACTIVE) return CUDA_SUCCESS;
-                  if (id != nullptr) *id = capture->id;
-                  if (graph != nullptr) *graph = capture->graph;
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuStreamGetCaptureInfo", Needs::context, During::any_capture, [&](Sim& s) {
+    // Nodes are not simulated.
+    if (dependencies != nullptr || dependency_count != nullptr) {
+      return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    const StreamPtr found = s.model->streams.find(stream, s.context());
+    if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    if (is_default(stream) && s.model->streams.blocking_capture(found->context)) {
+      return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    }
+    const auto& capture = found->capture;
+    *status = capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
+              : capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                     : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    if (*status != CU_STREAM_CAPTURE_STATUS_ACTIVE) return CUDA_SUCCESS;
+    if (id != nullptr) *id = capture->id;
+    if (graph != nullptr) *graph = capture->graph;
+    return CUDA_SUCCESS;
+  });
 }
 
 SIMCUDA_ENTRY(cuStreamBeginCapture_v2)(CUstream stream, CUstreamCaptureMode mode) {
-  return answer("cuStreamBeginCapture", Needs::context, During::any_capture,
-                {{"stream", number(stream)}, {"mode", static_cast<unsigned long long>(mode)}},
-                [&](Sim& s, Result&) {
-                  if (is_default(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-                  const StreamPtr found = s.model->streams.find(stream, s.context());
-                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  return s.model->graphs.begin(found, mode);
-                });
+  return answer("cuStreamBeginCapture", Needs::context, During::any_capture, [&](Sim& s) {
+    if (is_default(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    const StreamPtr found = s.model->streams.find(stream, s.context());
+    if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    return s.model->graphs.begin(found, mode);
+  });
 }
 
 SIMCUDA_ENTRY(cuStreamEndCapture)(CUstream stream, CUgraph* graph) {
-  return answer("cuStreamEndCapture", Needs::context, During::any_capture,
-                {{"stream", number(stream)}}, [&](Sim& s, Result&) {
-                  const StreamPtr found = s.model->streams.find(stream, s.context());
-                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  return s.model->graphs.end(found, graph);
-                });
+  return answer("cuStreamEndCapture", Needs::context, During::any_capture, [&](Sim& s) {
+    const StreamPtr found = s.model->streams.find(stream, s.context());
+    if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    return s.model->graphs.end(found, graph);
+  });
 }
 
 SIMCUDA_ENTRY(cuUserObjectCreate)(CUuserObject* object, void* pointer, CUhostFn destructor,
                                   unsigned int references, unsigned int flags) {
-  return answer("cuUserObjectCreate", Needs::nothing,
-                {{"references", references}, {"flags", flags}}, [&](Sim& s, Result& result) {
-                  const CUresult code =
-                      s.model->graphs.make_object(object, pointer, destructor, references, flags);
-                  if (code == CUDA_SUCCESS) result = number(*object);
-                  return code;
-                });
+  return answer("cuUserObjectCreate", Needs::nothing, [&](Sim& s) {
+    const CUresult code =
+        s.model->graphs.make_object(object, pointer, destructor, references, flags);
+    return code;
+  });
 }
 
 SIMCUDA_ENTRY(cuUserObjectRelease)(CUuserObject object, unsigned int references) {
   return answer("cuUserObjectRelease", Needs::nothing,
-                {{"object", number(object)}, {"references", references}}, [&](Sim& s, Result&) {
-                  return s.model->graphs.release_object(object, references);
-                });
+                [&](Sim& s) { return s.model->graphs.release_object(object, references); });
 }
 
 SIMCUDA_ENTRY(cuGraphRetainUserObject)(CUgraph graph, CUuserObject object, unsigned int references,
                                        unsigned int flags) {
-  return answer(
-      "cuGraphRetainUserObject", Needs::nothing,
-      {{"graph", number(graph)},
-       {"object", number(object)},
-       {"references", references},
-       {"flags", flags}},
-      [&](Sim& s, Result&) { return s.model->graphs.keep(graph, object, references, flags); });
+  return answer("cuGraphRetainUserObject", Needs::nothing,
+                [&](Sim& s) { return s.model->graphs.keep(graph, object, references, flags); });
 }
 
 SIMCUDA_ENTRY(cuGraphDestroy)(CUgraph graph) {
-  return answer("cuGraphDestroy", Needs::nothing, {{"graph", number(graph)}},
-                [&](Sim& s, Result&) { return s.model->graphs.destroy(graph); });
+  return answer("cuGraphDestroy", Needs::nothing,
+                [&](Sim& s) { return s.model->graphs.destroy(graph); });
 }
 
 SIMCUDA_ENTRY(cuGraphInstantiateWithFlags)(CUgraphExec* executable, CUgraph graph,
-                                           unsigned long long flags) {
-  return answer("cuGraphInstantiate", Needs::context, {{"graph", number(graph)}, {"flags", flags}},
-                [&](Sim& s, Result&) { return s.model->graphs.instantiate(executable, graph); });
+                                           unsigned long long) {
+  return answer("cuGraphInstantiate", Needs::context,
+                [&](Sim& s) { return s.model->graphs.instantiate(executable, graph); });
 }
 
 SIMCUDA_ENTRY(cuGraphExecDestroy)(CUgraphExec executable) {
-  return answer("cuGraphExecDestroy", Needs::nothing, {{"executable", number(executable)}},
-                [&](Sim& s, Result&) { return s.model->graphs.destroy(executable); });
+  return answer("cuGraphExecDestroy", Needs::nothing,
+                [&](Sim& s) { return s.model->graphs.destroy(executable); });
 }
 
 SIMCUDA_ENTRY(cuGraphLaunch)(CUgraphExec executable, CUstream stream) {
-  return answer("cuGraphLaunch", Needs::context, During::any_capture,
-                {{"executable", number(executable)}, {"stream", number(stream)}},
-                [&](Sim& s, Result&) {
-                  const simcuda::Graph* const graph = s.model->graphs.find(executable);
-                  if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
-                  for (const Work& node : graph->nodes) {
-                    const CUresult code = simcuda::submit(s, stream, node);
-                    if (code != CUDA_SUCCESS) return code;
-                  }
-                  // Its user objects stay until its last node has run, also where the executable
-                  // is destroyed before.
-                  const StreamPtr found = s.model->streams.find(stream, s.context());
-                  if (!graph->nodes.empty() && found->capture == nullptr && !found->queue.empty()) {
-                    found->queue.back().then = s.model->graphs.keep_for_launch(*graph);
-                  }
-                  return CUDA_SUCCESS;
-                });
+  return answer("cuGraphLaunch", Needs::context, During::any_capture, [&](Sim& s) {
+    const simcuda::Graph* const graph = s.model->graphs.find(executable);
+    if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    for (const Work& node : graph->nodes) {
+      const CUresult code = simcuda::submit(s, stream, node);
+      if (code != CUDA_SUCCESS) return code;
+    }
+    // Its user objects stay until its last node has run, also where the executable
+    // is destroyed before.
+    const StreamPtr found = s.model->streams.find(stream, s.context());
+    if (!graph->nodes.empty() && found->capture == nullptr && !found->queue.empty()) {
+      found->queue.back().then = s.model->graphs.keep_for_launch(*graph);
+    }
+    return CUDA_SUCCESS;
+  });
 }
