@@ -129,6 +129,7 @@ class Pieces final : public Subject {
     const std::size_t item = random() % kCapacity;
     if (model.contains(item)) return;
     const Interval bytes{item * kItem, (item + 1) * kItem};
+    if (random() % 4 == 0) return arena_->prepare({&bytes, 1});
     arena_->map(caller, {&bytes, 1});
     write(caller, item, static_cast<char>(1 + random() % 100));
   }
