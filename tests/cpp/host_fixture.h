@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "conformance/subject.h"
 #include "driver/driver.h"
 
 namespace vtensor {
@@ -30,21 +31,8 @@ constexpr std::size_t kPage = 65536;
 inline char* bytes_at(Address at) { return reinterpret_cast<char*>(at); }
 inline volatile char& byte_at(Address at) { return *reinterpret_cast<volatile char*>(at); }
 
-// The driver's calls for one run of pages, whole or not at all, and for one page.
-inline void map_run(Driver& driver, Address at, std::span<const Handle> handles, Access access) {
-  const PageRun run{at, handles};
-  std::size_t mapped = 0;
-  try {
-    driver.map({&run, 1}, access, mapped);
-  } catch (...) {
-    if (mapped != 0) driver.unmap(at, mapped);
-    throw;
-  }
-}
-inline void copy_page(Driver& driver, Handle to, Address from) {
-  const PageCopy copy{to, from};
-  driver.copy_pages({&copy, 1}, {});
-}
+using conformance::copy_page;
+using conformance::map_run;
 
 inline std::vector<Handle> adjacent(Handle first, std::size_t n) {
   std::vector<Handle> handles(n);
