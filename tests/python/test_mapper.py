@@ -6,14 +6,12 @@ import errno
 import itertools
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import vtensor
-from stream_support import busy_device
 from support import (
     PER_PAGE,
     calls,
@@ -23,7 +21,6 @@ from support import (
     filled,
     mapper_calls,
     quarter,
-    run_together,
     simcuda_disarm,
     sometimes,
 )
@@ -39,17 +36,6 @@ SHARE = 16
 def ahead(pool_factory):
     """1,200 host pages; each tensor may have 16 pages ahead."""
     return pool_factory("host", pages=1200, prefetch=16 * PAGE, cache=0)
-
-
-@pytest.fixture(params=["host", "busy_device"])
-def anywhere(request, pool_factory):
-    """The same, and on a device on which kernels run that unmap and set-access wait for."""
-    if request.param == "host":
-        yield request.getfixturevalue("ahead")
-        return
-    pool = pool_factory("simcuda", pages=1200, prefetch=16 * PAGE, cache=0)
-    with busy_device():
-        yield pool
 
 
 def ones(t, n, value=1):
@@ -403,27 +389,3 @@ def test_one_thread_a_pool_that_ends_with_it(pool_factory):
     assert made() == 0
     u.prepare(8)
     eventually(lambda: made() == 1)
-
-
-def test_threads_prepare_grow_and_drop_views(anywhere):
-    def work(number):
-        for turn in range(30):
-            t = quarter(anywhere, 2, rows=(2,), capacity=80)
-            t.fill_(number)
-            views = []
-            for _ in range(8):
-                t.prepare(5)
-                views.append(t[:, -1:])
-                t.append(ones(t, 4, number))
-                t.shrink(turn % 3)
-            assert t.eq(number).all() and all(v.eq(number).all() for v in views)
-
-    def look():
-        for _ in range(20):
-            check_sums(anywhere)
-            testing.check_invariants(anywhere)
-            time.sleep(0.005)
-
-    run_together(look, *(partial(work, number) for number in (1, 2, 3)))
-    anywhere.wait_idle()
-    assert check_sums(anywhere).pages_mapped == 0
