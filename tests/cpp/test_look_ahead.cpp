@@ -18,16 +18,6 @@ LookAhead growing(std::uint64_t ns) {
   return pace;
 }
 
-TEST_CASE("a prompt says nothing of the steps after it") {
-  LookAhead pace;
-  pace.step(4096);
-  CHECK(pace.least() == 0);
-  CHECK(pace.lead() == 0);
-  pace.step(1);
-  CHECK(pace.least() == 4);
-  CHECK(pace.lead() == 8);
-}
-
 TEST_CASE("as much is ready as grows within the horizon, and twice that is made") {
   CHECK(growing(kMs).least() == 160);
   CHECK(growing(kMs).lead() == 320);
