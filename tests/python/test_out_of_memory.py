@@ -218,8 +218,10 @@ def test_a_refusal_that_is_not_for_want_of_memory_takes_nothing_that_is_ahead(si
     pool.wait_idle()
     assert (pool.stats().pages_prefetched, pool.stats().pages_cached) == (6, 4)
     t = quarter(pool, 0, capacity=128)
+    by_caller = pool.stats().driver_calls["caller"].get("cuMemUnmap", 0)
     sim.fail("cuMemMap")
-    t.extend(4)  # at the second try
+    t.extend(4)  # at the second try, with the mappings gone
+    assert pool.stats().driver_calls["caller"]["cuMemUnmap"] > by_caller
     pool.wait_idle()
     assert pool.stats().pages_cached == 0
     assert other.length == 4 and [r.state for r in other.pages()].count("prefetched") == 6
