@@ -237,7 +237,7 @@ void Buffer::grow_to(Interval positions, Interval extent, bool ready) {
 }
 
 void Buffer::look_ahead(std::size_t added, bool crossed) {
-  if (placed() || added == 0) return;  // its host says how far
+  if (placed() || added == 0) return;  // a placed one's host says how far
   pace_.step(added);
   if (!pool_->looks_ahead()) return;
   const std::size_t position = positions_.end;

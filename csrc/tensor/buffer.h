@@ -89,8 +89,8 @@ class Buffer final : public Client {
   // Positions below it lie in the extent or in ready pages.
   std::size_t ready_until() const VT_LOCKED { return ready_until_; }
   // Makes fewer `positions` the owner's. Pages that no generation covers are unmapped once all
-  // streams that used them have passed this point, as the caller's: see `use`. In a placed buffer,
-  // ready pages below position `keep` stay.
+  // streams that `use` has noted have passed this point. In a placed buffer, ready pages below
+  // position `keep` stay.
   void retract(Interval positions, std::size_t keep = 0) noexcept;
   // Zeroes `positions` of every row. Requires: they are the owner's.
   void zero(const Caller& caller, Interval positions);
