@@ -101,6 +101,7 @@ class Bench {
     cache.reset();
     pool.reset();
     await_end();
+    CHECK(T::leaks() == "");
   }
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;

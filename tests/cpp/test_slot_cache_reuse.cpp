@@ -264,6 +264,7 @@ TEST_CASE("zeroing that no fence follows wipes out nothing that a step wrote") {
   bench.pool->wait_idle(kPatience);
   CHECK(*bench.item(slot, 0, 0, 0) == 9);
   bench.cache.reset();
+  bench.pool->wait_idle(kPatience);
   control.destroy_stream(stream);
 }
 

@@ -201,6 +201,7 @@ TEST_CASE("copies wait for what was launched before, and what is written waits f
   CHECK(bench.control.illegal_accesses() == 0);
   bench.model.clear();
   bench.cache.reset();
+  bench.pool->wait_idle(kPatience);  // what waits for a stream asks it when the mapper gets to it
   bench.control.destroy_stream(stream);
 }
 
