@@ -35,6 +35,14 @@ struct Buffer::Growing {
       buffer.require_no_capture(caller);
   }
 
+  // Remapping is not ordered with streams, so pages that unsharing remaps must not be in use: waits
+  // once, if there are any. True if it let the lock go.
+  bool await_writers(PoolLock& lock) VT_LOCKED {
+    if (awaited || copy_on_write.empty()) return false;
+    buffer.await_streams(lock, caller);
+    return awaited = true;
+  }
+
   // Pages that unsharing takes now.
   std::size_t fresh() const VT_LOCKED { return count_fresh_pages(range, copy_on_write); }
 
@@ -67,6 +75,7 @@ struct Buffer::Growing {
   std::vector<Reservation::Run> copy_on_write;
   std::size_t missing = 0;
   bool unordered = false;
+  bool awaited = false;  // the streams
   std::unique_ptr<Busy> busy;
 };
 
@@ -132,11 +141,6 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
   std::vector<Growing> all;
   all.reserve(growths.size());
   for (const Growth& growth : growths) all.emplace_back(growth, caller);
-  for (Growing& one : all) one.look();
-  for (Growing& one : all) {
-    // Remapping is not ordered with streams, so pages that unsharing remaps must not be in use.
-    if (!one.copy_on_write.empty()) one.buffer.await_streams(lock, caller);
-  }
   std::size_t to_unshare = 0;
   const auto needed = [&]() VT_LOCKED {
     std::size_t missing = 0;
@@ -152,6 +156,8 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
     for (Growing& one : all) again |= one.buffer.await_turn(lock, caller);
     if (again) continue;  // while one was waited for, another may have become busy
     const std::size_t pages = needed();
+    for (Growing& one : all) again |= one.await_writers(lock);
+    if (again) continue;
     std::size_t copied = 0;  // by the kernel: unsharing replaces these pages
     if (pages > pool->store().unused()) {
       for (const Growing& one : all) copied += count_private_copies(one.range, one.copy_on_write);

@@ -64,7 +64,8 @@ std::shared_ptr<Buffer> Buffer::share_rows(const Caller& caller, const RowShape&
   try {
     const std::unique_ptr<Busy> busy = quieten(lock, caller);
     child->range_.reserve({0, extent_.size()});
-    child->range_.set_why({0, extent_.size()}, Why::needed);
+    const Interval positions{0, positions_.size()};
+    child->assign(positions, child->indices_of(positions));
     const auto map = [&](auto wanted, EntryState state) VT_LOCKED {
       Reservation::Arrival arrival;
       arrival.state = state;
@@ -89,10 +90,9 @@ std::shared_ptr<Buffer> Buffer::share_rows(const Caller& caller, const RowShape&
       map(is_copy_on_write, EntryState::copy_on_write);
     } else {
       map(is_mapped, EntryState::copy_on_write);
-      make_copy_on_write(range_, &lock, range_.collect(extent_, is_writable));
+      if (range_.writable() != 0)
+        make_copy_on_write(range_, &lock, range_.collect(extent_, is_writable));
     }
-    const Interval positions{0, positions_.size()};
-    child->assign(positions, child->indices_of(positions));
     range_.event(trace::What::fork, extent_);
   } catch (...) {
     child->leave();

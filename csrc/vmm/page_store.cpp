@@ -180,11 +180,14 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, bool st
     out.resize(begin);
     throw;
   }
+  std::size_t made = 0;
   for (Page* const page : std::span(out).subspan(begin)) {
-    ++(page->fresh || !page->resident ? pages_fresh : pages_recycled);
+    made += page->fresh || !page->resident;
     page->fresh = false;
     page->resident = true;
   }
+  pages_fresh += made;
+  pages_recycled += n - made;
   used_ += n;
 }
 

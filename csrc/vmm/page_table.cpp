@@ -15,13 +15,14 @@ void PageTable::reserve(Interval indices) {
 
 std::vector<Interval> PageTable::runs_of(Why why, std::size_t most) const {
   std::vector<Interval> runs;
-  const Interval hull = hull_of(why);
-  for (std::size_t i = hull.begin; i < hull.end && most != 0; ++i) {
-    if (this->why(i) != why) continue;
+  each_alike(indices_, hull_of(why), [&](std::size_t i, std::span<const Index> some) {
+    if (some.front().why() != why) return true;
     if (runs.empty() || runs.back().end != i) runs.push_back({i, i});
-    ++runs.back().end;
-    --most;
-  }
+    const std::size_t n = std::min(most, some.size());
+    runs.back().end += n;
+    most -= n;
+    return most != 0;
+  });
   return runs;
 }
 
@@ -50,13 +51,10 @@ void PageTable::add_mapped(Interval indices, std::size_t by) noexcept {
 
 std::size_t PageTable::count_mapped(Interval indices) const {
   std::size_t pages = 0;
-  for (std::size_t i = indices_.next(indices.begin); i < indices.end; i = indices_.next(i)) {
-    for (const Index index : indices_.together(i)) {
-      if (i == indices.end) break;
-      pages += index.mapped();
-      ++i;
-    }
-  }
+  each_alike(indices_, indices, [&pages](std::size_t, std::span<const Index> some) {
+    pages += some.size() * some.front().mapped();
+    return true;
+  });
   return pages;
 }
 

@@ -167,6 +167,7 @@ class PageTable {
   std::size_t count_mapped(Interval indices) const VT_LOCKED;
   std::size_t leaving() const VT_LOCKED { return leaving_; }
   std::size_t copy_on_write() const VT_LOCKED { return copy_on_write_; }
+  std::size_t writable() const VT_LOCKED { return mapped() - copy_on_write_ - leaving_; }
   // Pages mapped or arriving at `indices` that have no other reference.
   std::size_t count_sole(Interval indices) const VT_LOCKED;
 
@@ -254,15 +255,25 @@ class PageTable {
 
  protected:
   ~PageTable() = default;
-  // Empty entries get `pages` in the state `arriving`.
-  void arrive(std::size_t row, std::size_t begin, std::span<Page* const> pages) VT_LOCKED {
+  // Empty entries get `pages` in the state `arriving`; calls visit(page) for each.
+  template <typename Visit>
+  void arrive(std::size_t row, std::size_t begin, std::span<Page* const> pages, Visit visit)
+      VT_LOCKED {
     auto page = pages.begin();
-    change({row, {begin, begin + pages.size()}},
-           [&page](Entry& entry) { entry = {*page++, EntryState::arriving}; });
+    change({row, {begin, begin + pages.size()}}, [&](Entry& entry) VT_LOCKED {
+      // Another thread may have used the page last.
+      __builtin_prefetch(*(page + std::min<std::ptrdiff_t>(kAhead, pages.end() - page - 1)), 1);
+      visit(*page);
+      entry = {*page++, EntryState::arriving};
+    });
   }
-  // Arriving entries are mapped in `state`.
-  void arrived(const Run& run, EntryState state) VT_LOCKED {
-    change(run, [state](Entry& entry) { entry = {entry.page(), state}; });
+  // Arriving entries are mapped in `state`; calls visit(page) for each.
+  template <typename Visit>
+  void arrived(const Run& run, EntryState state, Visit visit) VT_LOCKED {
+    change(run, [&visit, state](Entry& entry) VT_LOCKED {
+      visit(entry.page());
+      entry = {entry.page(), state};
+    });
     add_mapped(run.indices, 1);
     if (state == EntryState::copy_on_write) copy_on_write_ += run.indices.size();
   }
@@ -288,6 +299,7 @@ class PageTable {
 
  private:
   static constexpr std::size_t kLess = SIZE_MAX;  // -1, as counts add
+  static constexpr std::ptrdiff_t kAhead = 8;     // pages to prefetch ahead
 
   static constexpr auto counts_as_mapped = [](Entry entry) {
     return is_mapped(entry) || is_leaving(entry);
@@ -336,14 +348,21 @@ class PageTable {
   // that are alike.
   template <typename Change>
   void change_indices(Interval indices, Change change) noexcept VT_LOCKED {
-    for (std::size_t i = indices.begin; i < indices.end;) {
-      i = indices_.next(i);
-      if (i >= indices.end) return;
-      std::span<Index> some = indices_.together(i);
+    each_alike(indices_, indices, [&](std::size_t i, std::span<Index> some) VT_LOCKED {
+      change_to(i, some, change(some.front()));
+      return true;
+    });
+  }
+  // Calls visit(i, some) in order until it returns false: for those of `indices` that are present,
+  // `some` from i on, which are alike, at once.
+  template <typename Words, typename Visit>
+  static void each_alike(Words& words, Interval indices, Visit visit) {
+    for (std::size_t i = words.next(indices.begin); i < indices.end; i = words.next(i)) {
+      auto some = words.together(i);
       some = some.first(std::min(some.size(), indices.end - i));
       while (!some.empty()) {
         const std::size_t n = count_alike(some);
-        change_to(i, some.first(n), change(some.front()));
+        if (!visit(i, some.first(n))) return;
         some = some.subspan(n);
         i += n;
       }
@@ -352,12 +371,13 @@ class PageTable {
   // How many at the beginning are alike.
   static std::size_t count_alike(std::span<const Index> some) {
     if (some.size() == 1) return 1;
-    const Index first = some.front();
+    // Of words, not of copied objects: compilers vectorize it.
+    const std::uint32_t first = some.front().word_;
     std::uint32_t differ = 0;
-    for (const Index index : some) differ |= index.word_ ^ first.word_;
+    for (const Index& index : some) differ |= index.word_ ^ first;
     if (differ == 0) return some.size();
     std::size_t n = 1;
-    while (some[n] == first) ++n;
+    while (some[n].word_ == first) ++n;
     return n;
   }
   // Pages that are mapped have a reason, and pages that are not have none but these two.

@@ -69,38 +69,43 @@ void Placement::pick(RowHome& home, const Page* previous, std::size_t n, std::si
       home.runs.push_back(open_run(home.pages, at == 0 ? 1 : home.pages));
     }
     HandleRun& run = *home.runs[at];
-    Page* page;
+    const std::size_t before = out.size();
     if (fresh == 0 && run.spare == 0 && spare_.size() != 0) {
-      page = previous != nullptr ? pages_[previous->handle + 1] : nullptr;
+      Page* page = previous != nullptr ? pages_[previous->handle + 1] : nullptr;
       if (page == nullptr || page->references != 0 || !page->resident) page = spare_.oldest();
       take_spare(page);
+      out.push_back(page);
     } else if (run.used != run.length) {
-      page = pick_from(run, previous);
+      pick_from(run, previous, run.spare != 0 || fresh == 0 ? n : std::min(n, fresh), out);
     } else {
       ++at;
       continue;
     }
-    if (!page->resident && fresh != 0) --fresh;
-    out.push_back(page);
-    previous = page;
-    --n;
+    const std::size_t picked = out.size() - before;
+    previous = out.back();
+    if (!previous->resident && fresh != 0) fresh -= picked;
+    n -= picked;
   }
 }
 
-// Prefers memory that is there to memory that must be made; then the neighbour of `previous`, so
-// that the kernel merges the two. Requires: a page of the run is free.
-Page* Placement::pick_from(HandleRun& run, const Page* previous) {
+// Adds up to `n` neighbouring pages. Prefers memory that is there to memory that must be made; then
+// the neighbour of `previous`, so that the kernel merges the two. Requires: a page of the run is
+// free.
+void Placement::pick_from(HandleRun& run, const Page* previous, std::size_t n,
+                          std::vector<Page*>& out) {
   const bool resident = run.spare != 0;
   const std::size_t after = previous != nullptr ? previous->handle + 1 - run.first : run.length;
   const bool continues = after < run.length && is_free(run, after, resident);
-  const Handle handle = run.first + (continues ? after : first_free(run, resident));
-  if (pages_[handle] == nullptr) {
-    pages_.reserve(handle, handle + 1);
-    pages_.reserved(handle) = new_record(handle);
+  const std::size_t first = continues ? after : first_free(run, resident);
+  const Handle end = run.first + std::min(run.length, first + n);
+  pages_.reserve(run.first + first, end);
+  for (Handle handle = run.first + first; handle < end; ++handle) {
+    if (!is_free(run, handle - run.first, resident)) return;
+    Page*& page = pages_.reserved(handle);
+    if (page == nullptr) page = new_record(handle);
+    begin_use(run, page);
+    out.push_back(page);
   }
-  Page* const page = pages_[handle];
-  begin_use(run, page);
-  return page;
 }
 
 void Placement::begin_use(HandleRun& run, Page* page) noexcept {

@@ -50,8 +50,8 @@ class Placement {
   void close(RowHome& home) noexcept;
   // Adds to `out` `n` free pages, to be mapped after `previous` (null at a row's start), each with
   // one reference. Those that are not resident have no memory yet. When `fresh` of them have none,
-  // takes spare pages of any run. May call Driver::create; if that throws, `out` has what was added
-  // so far. Requires: `out` has room for them.
+  // takes spare pages of any run. May call Driver::create; if that throws, or there is no memory,
+  // `out` has what was added so far. Requires: `out` has room for them.
   void pick(RowHome& home, const Page* previous, std::size_t n, std::size_t fresh,
             std::vector<Page*>& out);
   // A page for a handle that the driver makes by itself, with a reference.
@@ -68,7 +68,7 @@ class Placement {
 
   Page* new_record(Handle handle);
   HandleRun& run_of(const Page* page);
-  Page* pick_from(HandleRun& run, const Page* previous);
+  void pick_from(HandleRun& run, const Page* previous, std::size_t n, std::vector<Page*>& out);
   void begin_use(HandleRun& run, Page* page) noexcept;
   std::size_t first_free(HandleRun& run, bool resident) const;
   bool is_free(const HandleRun& run, std::size_t index, bool resident) const;

@@ -75,11 +75,10 @@ void Reservation::claim(Arrival& arrival) {
       const std::span<Page* const> all = given ? arrival.given : arrival.taken;
       const std::span<Page* const> pages = all.subspan(done, end - begin);
       Handle* handle = &arrival.handles[done];
-      for (Page* const page : pages) {
+      arrive(run.row, begin, pages, [&](Page* page) VT_LOCKED {
         if (given) pages_.share(page);
         *handle++ = page->handle;
-      }
-      arrive(run.row, begin, pages);
+      });
       done += pages.size();
       ++claimed;
     }
@@ -148,12 +147,13 @@ void Reservation::ready(Arrival& arrival, Stream stream, bool populate) const {
 
 void Reservation::enter(const Arrival& arrival) {
   if (arrival.error == nullptr) {
-    for (const Run& run : arrival.runs) arrived(run, arrival.state);
-    if (arrival.state == EntryState::writable) {
-      for (const Run& run : arrival.runs)
-        each_page(run, [this](Page* page) VT_LOCKED { page->last_owner = owner_; });
+    const bool writable = arrival.state == EntryState::writable;
+    for (const Run& run : arrival.runs) {
+      arrived(run, arrival.state, [this, writable](Page* page) VT_LOCKED {
+        if (writable) page->last_owner = owner_;
+      });
+      show(run);
     }
-    for (const Run& run : arrival.runs) show(run);
     return;
   }
   std::size_t i = 0;

@@ -174,7 +174,7 @@ def test_a_refused_change_changes_no_layer(pool_factory, kind, monkeypatch, chan
     calls, wanted = all_calls(pool) - calls, content(cache)
     cache.reset()
     refused = {testing.fail_after: 0, pages_left: 0}
-    for refusing, counts in ((testing.fail_after, range(0, calls, 1 + calls // 30)), (pages_left, range(8))):
+    for refusing, counts in ((testing.fail_after, range(0, calls, 1 + calls // 40)), (pages_left, range(8))):
         for n in counts:
             cache = filled(pool, kinds)
             used = pool.stats().pages_used

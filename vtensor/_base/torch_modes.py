@@ -7,14 +7,24 @@ from collections.abc import Iterator
 
 import torch
 
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_count_function_modes = torch._C._len_torch_function_stack
+_NOTHING = contextlib.nullcontext()  # nothing is left of it if its end is interrupted
 
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
+
+def without_modes() -> contextlib.AbstractContextManager[None]:
     """A context in which torch makes plain tensors that hold memory, outside inference mode.
 
     Tensors of our own are made in it: a fake tensor has no memory, and an inference tensor cannot be resized
     later. csrc/bind/torch_bridge.h has the same for the core.
     """
+    if _count_dispatch_modes() or _count_function_modes() or torch.is_inference_mode_enabled():
+        return _outside_modes()
+    return _NOTHING
+
+
+@contextlib.contextmanager
+def _outside_modes() -> Iterator[None]:
     with torch.inference_mode(False), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
