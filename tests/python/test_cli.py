@@ -257,7 +257,7 @@ def test_interrupted_bench_leaves_nothing_behind(tmp_path: Path) -> None:
         assert process.poll() is None, seen
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert errors.decode().rstrip().endswith("stopped") and b"Traceback" not in errors
     assert out == b"" and list(folder.iterdir()) == []
 
