@@ -170,8 +170,13 @@ void HostCopies::work(Queue& queue, std::size_t thread) {
     queue.direction = piece.direction;
     queue.copying[thread] = queue.begun++;
     lock.unlock();
-    if (piece.direction == CopyDirection::in) queue.populate(piece.to, piece.bytes);
-    copy_past_caches(piece.to, piece.from, piece.bytes);
+    if (piece.direction == CopyDirection::in) {
+      queue.populate(piece.to, piece.bytes);
+      copy_past_caches(piece.to, piece.from, piece.bytes);
+    } else {
+      // Into new memory, whose pages the kernel clears at each first store: they are in the cache.
+      std::memcpy(piece.to, piece.from, piece.bytes);
+    }
     lock.lock();
     queue.copying[thread] = kNone;
     queue.done.store(std::min(queue.begun, std::ranges::min(queue.copying)),
