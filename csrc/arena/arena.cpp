@@ -119,9 +119,7 @@ std::vector<Interval> Arena::pages_of(std::span<const Interval> intervals) const
 bool Arena::map_ready(const Caller& caller, Interval bytes) {
   if (busy_ || !ready_after_.empty()) return false;
   const Interval pages = pages_of(bytes);
-  for (std::size_t i = pages.begin; i < pages.end; ++i) {
-    if (!is_mapped(range_.at(0, i))) return false;
-  }
+  if (range_.first_not(pages, is_mapped) != pages.end) return false;
   work_.note(caller);
   begin_use({&pages, 1});
   ++pool_->counted.growths_ready;
@@ -297,13 +295,14 @@ void Arena::count_back(std::span<const Interval> pages) noexcept {
 // Caches the pages of `pages` that have no uses left, or lets them leave.
 void Arena::end_use(std::span<const Interval> pages) noexcept {
   const bool keep = may_cache();
+  const Why used = this->used();
   bool goes = false;
   for (const Interval some : pages) {
     Interval cached;
     for (std::size_t i = some.begin; i < some.end; ++i) {
-      if (uses_[i].blocks != 0 || range_.why(i) != used()) continue;
-      if (keep && is_mapped(range_.at(0, i))) {
-        cache(i);
+      if (uses_.reserved(i).blocks != 0 || range_.why(i) != used) continue;
+      if (const Entry entry = range_.at(0, i); keep && is_mapped(entry)) {
+        cache(i, entry.page());
         if (i != cached.end) range_.set_why(std::exchange(cached, {i, i}), Why::cached);
         ++cached.end;
       } else {
@@ -376,8 +375,7 @@ bool Arena::may_cache() const {
 }
 
 // Puts the page at the end of the list of cached pages, and the arena on the pool's list.
-void Arena::cache(std::size_t i) noexcept {
-  Page* const page = range_.at(0, i).page();
+void Arena::cache(std::size_t i, Page* page) noexcept {
   page->index = i;
   cached_.push(page);
   if (!hooks.cached.linked()) pool_->cached().add(shared_from_this(), false);

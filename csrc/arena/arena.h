@@ -132,7 +132,7 @@ class Arena : public Client {
   // Ends one use of each page.
   void count_back(std::span<const Interval> pages) noexcept VT_LOCKED;
   bool may_cache() const VT_LOCKED;
-  void cache(std::size_t i) noexcept VT_LOCKED;
+  void cache(std::size_t i, Page* page) noexcept VT_LOCKED;
   void uncache(std::size_t i) noexcept VT_LOCKED;
   // Sets why a page is mapped, and takes it off the list of cached pages.
   void set_why(std::size_t page, Why why) noexcept VT_LOCKED;
