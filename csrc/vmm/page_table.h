@@ -356,7 +356,7 @@ class PageTable {
   // Calls visit(i, some) in order until it returns false: for those of `indices` that are present,
   // `some` from i on, which are alike, at once.
   template <typename Words, typename Visit>
-  static void each_alike(Words& words, Interval indices, Visit visit) {
+  static void each_alike(Words& words, Interval indices, Visit visit) VT_LOCKED {
     for (std::size_t i = words.next(indices.begin); i < indices.end; i = words.next(i)) {
       auto some = words.together(i);
       some = some.first(std::min(some.size(), indices.end - i));
