@@ -98,7 +98,7 @@ void Placement::pick_from(HandleRun& run, const Page* previous, std::size_t n,
   const bool continues = after < run.length && is_free(run, after, resident);
   const std::size_t first = continues ? after : first_free(run, resident);
   const Handle end = run.first + std::min(run.length, first + n);
-  pages_.reserve(run.first + first, end);
+  if (!resident) pages_.reserve(run.first + first, end);  // spare pages have records
   for (Handle handle = run.first + first; handle < end; ++handle) {
     if (!is_free(run, handle - run.first, resident)) return;
     Page*& page = pages_.reserved(handle);

@@ -9,7 +9,7 @@ import torch
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _count_function_modes = torch._C._len_torch_function_stack
-_NOTHING = contextlib.nullcontext()  # nothing is left of it if its end is interrupted
+_NOTHING = contextlib.nullcontext()  # holds no state: an interrupt before its end leaves none behind
 
 
 def without_modes() -> contextlib.AbstractContextManager[None]:
