@@ -1,7 +1,7 @@
 """Runs vLLM on small random models, stock or on vtensor, and writes what came out as JSON.
 
-``python scenarios.py stock|vtensor FOLDER [NAME...]``: models are made in FOLDER, results go to
-FOLDER/MODE-NAME.json.
+``python scenarios.py stock|vtensor FOLDER [NAME[,SETTING=VALUE...]...]``: models are made in FOLDER, results
+go to FOLDER/MODE-NAME.json. A SETTING is a variable of the environment.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ os.environ |= {
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
 ON_VTENSOR = sys.argv[1] == "vtensor"
 FOLDER = Path(sys.argv[2])
@@ -284,18 +285,26 @@ def aborts():
     return engine, engine.run(prompts(), greedy(), abort=lambda step: gone.get(step, []))
 
 
+def configure(change) -> None:
+    """Runs ``change(config)`` once vLLM has fitted a configuration to CPUs."""
+    fit = CpuPlatform.check_and_update_config
+
+    def fit_and_change(config):
+        fit(config)
+        change(config)
+
+    CpuPlatform.check_and_update_config = staticmethod(fit_and_change)
+
+
 def schedule_ahead() -> dict[str, bool]:
     """Options of an engine that plans a step while one runs, which vLLM leaves to other devices."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def kept(config):
-        check(config)
-        config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = staticmethod(kept)
+    configure(lambda config: setattr(config.scheduler_config, "async_scheduling", True))
     return {"async_scheduling": True}
+
+
+def fork_workers() -> None:
+    """Workers are forked, and need not import vLLM again. On CPUs vLLM spawns them: two_workers does."""
+    configure(lambda config: os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="fork"))
 
 
 @scenario
@@ -375,6 +384,7 @@ def two_engines():
 
 @scenario
 def two_engines_with_workers():
+    fork_workers()
     return in_one_budget(served=True, distributed_executor_backend="mp")
 
 
@@ -417,6 +427,7 @@ def two_workers():
 
 @scenario
 def two_workers_with_asynchronous_scheduling():
+    fork_workers()
     engine = Engine(blocks=SMALL, served=True, tensor_parallel_size=2, **schedule_ahead())
     gone = {6: ["0", "5"], 15: ["1"]}
     return engine, engine.run(prompts(10), greedy(24), abort=lambda step: gone.get(step, []))
@@ -424,6 +435,7 @@ def two_workers_with_asynchronous_scheduling():
 
 @scenario
 def two_workers_in_a_shared_budget():
+    fork_workers()
     if ON_VTENSOR:
         os.environ["VTENSOR_VLLM_SHARED"] = f"test-{os.getpid()}"
     engine = Engine(blocks=SMALL, served=True, tensor_parallel_size=2)
@@ -433,6 +445,7 @@ def two_workers_in_a_shared_budget():
 @scenario
 def two_stages():
     """Pipeline parallel: two batches are under way at once."""
+    fork_workers()
     engine = Engine(blocks=SMALL, served=True, pipeline_parallel_size=2, max_num_seqs=8)
     engine.llm.collective_rpc(lambda worker: worker.model_runner.profile_run())  # makes buffers of stages
     return engine, [engine.run(prompts(16, seed=seed), greedy()) for seed in (0, 1, 0)]
@@ -453,6 +466,7 @@ def engine_in_a_process_of_its_own():
 
 @scenario
 def a_worker_is_killed():
+    fork_workers()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     engine = Engine(served=True, tensor_parallel_size=2)
     memory, workers = engine.memory(), engine.llm.collective_rpc(lambda worker: os.getpid())
@@ -507,6 +521,8 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             try:
+                name, *settings = name.split(",")
+                os.environ.update(setting.split("=") for setting in settings)
                 engine, tokens, *more = SCENARIOS[name]()
                 result = {"tokens": tokens, "memory": engine.memory(), "steps": engine.steps, "said": SAID}
                 result |= dict(*more)

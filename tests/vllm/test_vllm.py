@@ -120,53 +120,43 @@ def test_without_a_prefix_cache_an_idle_engine_keeps_nothing(results):
     assert memory["mapped"] <= MIB and memory["cached"] == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"VTENSOR_VLLM_BUDGET": "64KiB"}, "holds 0 blocks of"),
-        ({"VTENSOR_VLLM_BUDGET": "1MiB"}, "raise VTENSOR_VLLM_BUDGET, or lower max_model_len"),
-        ({"VTENSOR_VLLM_PAGE_SIZE": "5000"}, "VTENSOR_VLLM_PAGE_SIZE=5000: [host driver] a page size of"),
-        ({"VTENSOR_VLLM_BUDGET": "much"}, "budget is 'much'"),
-        ({"VTENSOR_VLLM_BUDGT": "8MiB"}, "VTENSOR_VLLM_BUDGT in the environment is no setting"),
-    ],
-)
-def test_settings_that_cannot_be(results, folder, settings, says):
-    assert says in refused(folder, settings)
-
-
+SHARED = f"test-{os.getpid()}-start"
+REFUSED = {
+    "VTENSOR_VLLM_BUDGET=64KiB": "holds 0 blocks of",
+    "VTENSOR_VLLM_BUDGET=1MiB": "raise VTENSOR_VLLM_BUDGET, or lower max_model_len",
+    "VTENSOR_VLLM_PAGE_SIZE=5000": "VTENSOR_VLLM_PAGE_SIZE=5000: [host driver] a page size of",
+    "VTENSOR_VLLM_BUDGET=much": "budget is 'much'",
+    "VTENSOR_VLLM_BUDGT=8MiB": "VTENSOR_VLLM_BUDGT in the environment is no setting",
+    # another process has the whole budget
+    f"VTENSOR_VLLM_BUDGET=16MiB,VTENSOR_VLLM_SHARED={SHARED}": "other engines of VTENSOR_VLLM_SHARED have",
+}
 HOLDER = """
-import os, sys, torch, vtensor
-pool = vtensor.Pool("cpu", budget="16MiB", shared_budget=os.environ["VTENSOR_VLLM_SHARED"])
+import sys, torch, vtensor
+pool = vtensor.Pool("cpu", budget="16MiB", shared_budget=sys.argv[1])
 taken = vtensor.empty(0, grow_dim=0, capacity=16 << 20, dtype=torch.uint8, pool=pool).extend(16 << 20)
 print("taken", flush=True)
 sys.stdin.read()
 """
 
 
-def test_no_memory_at_the_start(results, folder):
-    shared = {"VTENSOR_VLLM_BUDGET": "16MiB", "VTENSOR_VLLM_SHARED": f"test-{os.getpid()}-start"}
-    other = subprocess.Popen(
-        [sys.executable, "-P", "-c", HOLDER],
-        env=os.environ | shared,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with other:
+@pytest.fixture(scope="session")
+def refused(results, folder):
+    """The sentence of each engine that does not start, before it takes a request."""
+    holder = [sys.executable, "-P", "-c", HOLDER, SHARED]
+    names = [f"prefix_caching,{settings}" for settings in REFUSED]
+    command = [sys.executable, "-W", "ignore", SCRIPT, "vtensor", folder, *names]
+    with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "taken\n"
-        said = refused(folder, shared)
+        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
         other.stdin.close()
-    assert "no memory for the first block" in said and "VTENSOR_VLLM_SHARED" in said
+    said = run.stdout.decode()
+    assert f"failed: {', '.join(names)}" in said
+    said = re.split(r"^prefix_caching,.*: \d+ s$", said, flags=re.MULTILINE)
+    sentences = ([line for line in part.splitlines() if "[vtensor.vllm]" in line][-1:] for part in said)
+    return dict(zip(REFUSED, sentences, strict=False))
 
 
-def refused(folder, settings: dict[str, str]) -> str:
-    """The sentence of an engine that does not start, before a request is taken."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPT, "vtensor", folder, "prefix_caching"],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode != 0
-    return [line for line in run.stderr.splitlines() if "[vtensor.vllm]" in line][-1]
+@pytest.mark.parametrize("settings", REFUSED)
+def test_an_engine_that_cannot_start_says_why(refused, settings):
+    (sentence,) = refused[settings]
+    assert REFUSED[settings] in sentence
