@@ -122,8 +122,10 @@ void RangeReader::read_whole(Read read) {
     if (tries < 64) continue;
     require_open(true);
     if (steady_clock::now() >= until)
-      throw TimedOut(kOperation, kPatience,
-                     "the writer is stopped in the middle of a change: let it go on, or end it");
+      throw TimedOut(
+          kOperation, kPatience,
+          "the writer is stopped in the middle of a change, or changes it faster than it can be "
+          "read: let it go on or end it, or try again");
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 }

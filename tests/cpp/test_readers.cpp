@@ -201,7 +201,7 @@ TEST_CASE("I3, I7: readers see whole and lasting contents while pages go between
 }
 
 TEST_CASE("what a reader takes is of one moment, however often it changes") {
-  constexpr std::size_t kWords = 4096;  // and pages
+  constexpr std::size_t kWords = 1024;  // and pages
   const auto pool = open_pool(false, 8, 0);
   const std::shared_ptr<Buffer> buffer =
       Buffer::create(pool, {1, kBytes, kWords, 0, false}, kCaller);
@@ -235,7 +235,8 @@ TEST_CASE("what a reader takes is of one moment, however often it changes") {
     std::thread writer([&] {
       while (!over) {
         change(table, ++changes);
-        if (changes % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+        // Several times as long as the reader takes, whose copy must fit in between.
+        if (changes % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     });
     while (seen < 300) {
@@ -250,7 +251,7 @@ TEST_CASE("what a reader takes is of one moment, however often it changes") {
 }
 
 TEST_CASE("a large table is read while it changes, and only where it ever had pages") {
-  constexpr std::size_t kPages = std::size_t{1} << 21;
+  constexpr std::size_t kPages = std::size_t{1} << 19;
   for (const bool full : {false, true}) {
     CAPTURE(full);
     const auto pool = open_pool(false, 8, 0);
@@ -283,7 +284,9 @@ TEST_CASE("a large table is read while it changes, and only where it ever had pa
         const std::array words{static_cast<std::int64_t>(changes),
                                static_cast<std::int64_t>(changes)};
         shared->set_words(0, words);
-        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        // Longer than the reader looks at the blocks, shorter than it copies all of them (under
+        // TSan).
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
       }
     });
     const std::size_t before = kept();
