@@ -20,7 +20,6 @@ check_stub_and_rules() {
 slow_tests() {
   export VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_TESTS=thorough
   pytest -n 2 --dist worksteal -m "(slow or thorough) and not alone" --ignore tests/gpu --ignore tests/vllm tests # as in test.sh
-  pytest -m "slow and alone" tests/python
 }
 # The general suites again with the default options: look-ahead and reuse.
 default_pools() {

@@ -28,7 +28,6 @@ from vtensor import testing
 
 KINDS = ("host", "simcuda")
 TEST_SECONDS = 120
-SLOW_FIXTURES = {"quick_run", "gpu_answers"}  # all benchmarks, and all questions to a GPU, once through
 
 # "ci" gives the same examples each time, and a failure as it was found; VTENSOR_HYPOTHESIS=soak looks for new
 # ones, and for the shortest that fails, for as long as it takes.
@@ -64,12 +63,7 @@ def pytest_configure(config):
         faulthandler.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        if SLOW_FIXTURES & set(item.fixturenames):
-            item.add_marker("slow")
-            item.add_marker("alone")
     if not DEFAULT_POOLS:
         return
     exact = [item for item in items if item.get_closest_marker("exact")]

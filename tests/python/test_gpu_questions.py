@@ -59,32 +59,22 @@ def facts(found: list[dict]) -> dict[str, object]:
     return {one["name"]: one["value"] for one in found if one["kind"] == "fact"}
 
 
-@pytest.fixture(scope="module")
-def gpu_answers(tmp_path_factory) -> SimpleNamespace:
-    folder = tmp_path_factory.mktemp("gpu")
-    output, _ = start(folder).communicate(timeout=490)
-    found = {number: found_in(folder, number) for number in QUESTIONS}
-    return SimpleNamespace(output=output, found=found, facts={n: facts(f) for n, f in found.items()})
-
-
-@pytest.mark.parametrize("number", QUESTIONS)
-def test_every_question_runs_to_its_end(gpu_answers, number):
-    found = gpu_answers.found[number]
-    assert found and not [one for one in found if one["kind"] == "error"], gpu_answers.output
-    assert "WRONG" not in str(gpu_answers.facts[number])
-    for figure in [one for one in found if one["kind"] == "figure"]:
-        assert figure["name"] and figure["unit"] and figure["method"] and figure["n"] >= 1
-        assert figure["p10"] <= figure["median"] <= figure["p90"] <= figure["p99"]
-    assert f"\n{number}. {QUESTIONS[number].text} (at most" in gpu_answers.output
-
-
-def test_the_questions_find_what_the_simulation_is(gpu_answers):
-    life = [one for one in gpu_answers.found[0] if one.get("case") == "a page's life"]
+@pytest.mark.slow
+def test_every_question_runs_to_its_end_and_finds_what_the_simulation_is(tmp_path):
+    output, _ = start(tmp_path).communicate(timeout=490)
+    answers = {number: found_in(tmp_path, number) for number in QUESTIONS}
+    facts_of = {number: facts(found) for number, found in answers.items()}
+    for number, found in answers.items():
+        assert found and not [one for one in found if one["kind"] == "error"], output
+        assert "WRONG" not in str(facts_of[number])
+        for figure in [one for one in found if one["kind"] == "figure"]:
+            assert figure["name"] and figure["unit"] and figure["method"] and figure["n"] >= 1
+            assert figure["p10"] <= figure["median"] <= figure["p90"] <= figure["p99"]
+        assert f"\n{number}. {QUESTIONS[number].text} (at most" in output
+    life = [one for one in answers[0] if one.get("case") == "a page's life"]
     assert len(life) == 9 and {one["answer"] for one in life} == {"CUDA_SUCCESS"}
-    by_call, mapped, faulted = gpu_answers.facts[1], gpu_answers.facts[2], gpu_answers.facts[8]
-    figures = {
-        one["name"] for found in gpu_answers.found.values() for one in found if one["kind"] == "figure"
-    }
+    by_call, mapped, faulted = facts_of[1], facts_of[2], facts_of[8]
+    figures = {one["name"] for found in answers.values() for one in found if one["kind"] == "figure"}
     for call in ("reserve", "create", "map", "set-access", "unmap, handle kept", "address-free"):
         assert {f"{call}, 2 MiB", f"{call}, 4 MiB"} <= figures
     assert by_call["VMM calls in a thread without a context"].count("CUDA_SUCCESS") == 7
@@ -96,19 +86,19 @@ def test_the_questions_find_what_the_simulation_is(gpu_answers):
         assert faulted[f"{case}: begun"] is True and faulted[f"{case}: the parent's error"] == "none"
         assert faulted[f"{case}: the process"] == "was ended by SIGSEGV"
     assert faulted["write through read only: the alias reads"] == 7
-    copied = gpu_answers.facts[9]
+    copied = facts_of[9]
     assert copied["clone, which reads the view only: error"] == "none"
     for case in ("deepcopy", "torch.save"):
         assert copied[f"{case}: begun"] is True and "SIGSEGV" in copied[f"{case}: the process"]
-    graph = gpu_answers.facts[7]
+    graph = facts_of[7]
     assert graph["replays"] > 5 and graph["pages mapped between replays, times"] > 2
     assert [v for name, v in graph.items() if "wrong result" in name] == [0]
-    skipped = {one["name"]: one["reason"] for one in gpu_answers.found[4] if one["kind"] == "skipped"}
+    skipped = {one["name"]: one["reason"] for one in answers[4] if one["kind"] == "skipped"}
     assert "flash_attn" in skipped["FlashAttention 2"] and "create, a POSIX descriptor / none" in figures
-    assert gpu_answers.facts[12]["cuMemCreate with fabric"] == "CUDA_ERROR_NOT_SUPPORTED"
-    assert set(gpu_answers.facts[10].values()) == {"no deadlock, 0 wrong elements"}
+    assert facts_of[12]["cuMemCreate with fabric"] == "CUDA_ERROR_NOT_SUPPORTED"
+    assert set(facts_of[10].values()) == {"no deadlock, 0 wrong elements"}
     shared = {"how pages go to another process": "descriptors", "a copy read there is equal": True}
-    assert gpu_answers.facts[13] == shared
+    assert facts_of[13] == shared
     assert {"handing 8 MiB to a waiting process", "sync, nothing new", "sync, one new page"} <= figures
 
 

@@ -158,7 +158,6 @@ def test_a_torch_is_refused_if_it_is_older(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.seconds(300)
 def test_import_is_fast(tmp_path: Path) -> None:
     # Timed inside the process, after `import torch`: the difference between two whole processes would
