@@ -344,7 +344,10 @@ void Client::free_range() {
 }
 
 bool Client::settle(PoolLock* lock) noexcept {
-  if (busy_) return false;
+  if (busy_) {
+    refusal_ = nullptr;  // of an earlier try: the next one comes once the client is free
+    return false;
+  }
   Settled settled = Settled::some;
   while (settled == Settled::some)
     settled = settle_some(lock, std::numeric_limits<std::size_t>::max(), std::nullopt);

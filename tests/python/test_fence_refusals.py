@@ -111,8 +111,12 @@ def test_a_cached_tensor_whose_fence_cannot_be_asked(sim, stream_pool):
     asked = sim.calls("cuEventQuery")
     sim.fail("cuEventQuery", 1, 6)
     eventually(lambda: sim.calls("cuEventQuery") >= asked + 9)
+    sim.slow("cuMemsetD8Async", 200_000)
+    zeroed = sim.calls("cuMemsetD8Async")
     sim.release(stream)
-    pool.wait_idle()
+    eventually(lambda: sim.calls("cuMemsetD8Async") > zeroed)
+    pool.wait_idle()  # it asks again once the mapper, which is at work on the tensor, has ended
+    sim.slow("cuMemsetD8Async", 0)
     with quarter(pool, 16) as t:
         assert not t.any()
 
