@@ -19,7 +19,7 @@ check_stub_and_rules() {
 }
 slow_tests() {
   export VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_TESTS=thorough
-  pytest -n 2 --dist worksteal -m "(slow or thorough) and not alone" --ignore tests/gpu --ignore tests/vllm tests # as in test.sh
+  pytest -n 2 --dist worksteal -m "slow or thorough" --ignore tests/gpu --ignore tests/vllm tests # as in test.sh
 }
 # The general suites again with the default options: look-ahead and reuse.
 default_pools() {

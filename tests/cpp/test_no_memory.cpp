@@ -34,11 +34,6 @@ constexpr std::chrono::seconds kPatience(20);
 constexpr std::size_t kRows[] = {0, 1};
 const Caller kCaller{"test"};
 const RowShape kShape{2, kPage / 2, 64, 0, false};
-#ifdef __SANITIZE_THREAD__
-constexpr long kStep = 7;  // for time: the runs under the other sanitizers refuse each
-#else
-constexpr long kStep = 1;
-#endif
 
 // A pool, and what is to end before it.
 struct Bench {
@@ -95,7 +90,7 @@ template <class T>
 void each_allocation(const std::string& name, const std::function<Operation(Bench&)>& prepare) {
   for (const bool ahead : {false, true}) {
     bool refused = true;
-    for (long n = 0; refused; n += kStep) {
+    for (long n = 0; refused; ++n) {
       INFO(name, ", allocation ", n, ahead ? ", with look-ahead" : "");
       PoolOptions options{.budget = kPages * kPage, .patience = kPatience};
       if (ahead) options.prefetch = options.cache = 64 * kPage;

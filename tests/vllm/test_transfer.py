@@ -37,24 +37,23 @@ def run(mode, folder, *names):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By scenario, of both modes, run side by side; None where it failed. What
-    another_connector said, which is to fail."""
+    """By scenario, of both modes, run side by side; None if it failed. another_connector, which is
+    to fail, has what was said."""
     folder = tmp_path_factory.mktemp("transfer")
     modes = {
         "stock": ["alone", "hybrid_alone"],
         "vtensor": [*WHOLE, "aborted", *CUT, *LATE, "another_connector"],
     }
     with ThreadPoolExecutor() as threads:
-        runs = [threads.submit(run, mode, folder, *names) for mode, names in modes.items()]
-    found = {}
-    for (mode, names), ended in zip(modes.items(), runs, strict=True):
+        said = dict(zip(modes, threads.map(lambda mode: run(mode, folder, *modes[mode]), modes), strict=True))
+    found = {"another_connector": said["vtensor"]}
+    for mode, names in modes.items():
         for name in names:
             file = folder / f"{mode}-transfer-{name}.json"
-            found[name] = json.loads(file.read_text()) if file.exists() else None
-        said = ended.result()
-        if not all(found[name] for name in names if name != "another_connector"):
-            print(said, file=sys.__stderr__)
-    return found | {"another_connector": said}
+            found.setdefault(name, json.loads(file.read_text()) if file.exists() else None)
+        if not all(found[name] for name in names):
+            print(said[mode], file=sys.__stderr__)
+    return found
 
 
 def alone(results, name="alone"):
