@@ -378,12 +378,12 @@ bool Arena::may_cache() const {
 void Arena::cache(std::size_t i, Page* page) noexcept {
   page->index = i;
   cached_.push(page);
-  if (!hooks.cached.linked()) pool_->cached().add(shared_from_this(), false);
+  if (!hooks.cached.linked()) pool_->cache(shared_from_this(), false);
 }
 
 void Arena::uncache(std::size_t i) noexcept {
   cached_.remove(range_.at(0, i).page());
-  if (cached_.size() == 0) pool_->cached().remove(*this);
+  if (cached_.size() == 0) pool_->uncache(*this);
 }
 
 void Arena::set_why(std::size_t page, Why why) noexcept {
@@ -438,24 +438,6 @@ void Arena::leave() noexcept {
 }
 
 // -- reports
-
-ArenaCounts Arena::counts() {
-  PoolLock lock(pool_);
-  pool_->reap();
-  ArenaCounts counts;
-  add_to(counts);
-  return counts;
-}
-
-void Arena::add_to(ArenaCounts& sum) const {
-  PoolCounts counts;
-  count(counts);
-  sum.active += counts.active;
-  sum.cached += counts.cached;
-  sum.prefetched += counts.prefetched;
-  sum.pinned += counts.pinned;
-  sum.evicted += evicted_;
-}
 
 void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
   for (const Page* page = cached_.oldest(); page != nullptr; page = page->newer) {

@@ -19,15 +19,6 @@
 
 namespace vtensor {
 
-// Pages of an arena, at one moment.
-struct ArenaCounts {
-  std::size_t active = 0;      // a block needs them
-  std::size_t cached = 0;      // no block needs them; left mapped
-  std::size_t prefetched = 0;  // mapped before a block needs them
-  std::size_t pinned = 0;      // waiting to be unmapped
-  std::size_t evicted = 0;     // cached pages evicted so far
-};
-
 class Arena : public Client {
  public:
   // Throws CapacityExceeded, DriverError. `zeros`: a page of zeros, read-only, stands wherever
@@ -71,9 +62,6 @@ class Arena : public Client {
   // A generation for a storage over bytes that `map` was given: its end is their `unmap`. Without
   // bytes, for one over the whole range: it keeps the addresses, and no page.
   Generation* publish(Interval bytes = {});
-
-  ArenaCounts counts();
-  void add_to(ArenaCounts& counts) const VT_LOCKED;
 
   // -- for its pool: see Client
   void forget(const Generation* generation) noexcept override VT_LOCKED;
@@ -144,7 +132,6 @@ class Arena : public Client {
   std::size_t mapping_ VT_GUARDED = 0;  // calls of map() under way, which have counted pages
   SparseArray<Use> uses_ VT_GUARDED;    // [page index]
   PageList cached_ VT_GUARDED;
-  std::size_t evicted_ VT_GUARDED = 0;   // cached pages evicted so far
   std::size_t awaiting_ VT_GUARDED = 0;  // callers that wait for the mapper
 };
 

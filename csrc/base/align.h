@@ -6,8 +6,6 @@
 
 namespace vtensor {
 
-constexpr bool is_power_of_two(std::size_t n) { return n != 0 && (n & (n - 1)) == 0; }
-
 constexpr std::size_t ceil_div(std::size_t n, std::size_t unit) {
   return n / unit + (n % unit != 0);
 }

@@ -101,8 +101,8 @@ class CallMeter {
   bool enter(Call call) {
     counts_[static_cast<std::size_t>(thread_role)][static_cast<std::size_t>(call)].fetch_add(
         1, std::memory_order_relaxed);
-    if (!armed_.load(std::memory_order_relaxed)) return false;
-    if (!count_down()) return false;
+    const std::uint64_t refuse = refuse_.load(std::memory_order_acquire);
+    if (refuse == 0 || passed_.fetch_add(1, std::memory_order_relaxed) >= refuse) return false;
     refused_[static_cast<std::size_t>(call)].fetch_add(1, std::memory_order_relaxed);
     return true;
   }
@@ -119,26 +119,19 @@ class CallMeter {
 
   // Lets `skip` more calls through, refuses the next `refuse`, and then lets all through.
   void fail_after(std::uint64_t skip, std::uint64_t refuse = 1) {
+    disarm();
     for (auto& refused : refused_) refused.store(0, std::memory_order_relaxed);
-    passed_.store(0, std::memory_order_relaxed);
-    skip_.store(skip, std::memory_order_relaxed);
-    refuse_.store(refuse, std::memory_order_relaxed);
-    armed_.store(true, std::memory_order_release);
+    passed_.store(0 - skip, std::memory_order_relaxed);
+    refuse_.store(refuse, std::memory_order_release);
   }
-  void disarm() { armed_.store(false, std::memory_order_relaxed); }
+  void disarm() { refuse_.store(0, std::memory_order_relaxed); }
 
  private:
-  bool count_down() {
-    const std::uint64_t n = passed_.fetch_add(1, std::memory_order_relaxed);
-    const std::uint64_t skip = skip_.load(std::memory_order_relaxed);
-    const std::uint64_t refuse = refuse_.load(std::memory_order_relaxed);
-    return n >= skip && n - skip < refuse;
-  }
-
   std::array<std::array<std::atomic<std::uint64_t>, kCallCount>, 2> counts_{};
   std::array<std::atomic<std::uint64_t>, kCallCount> refused_{};
-  std::atomic<bool> armed_{false};
-  std::atomic<std::uint64_t> passed_{0}, skip_{0}, refuse_{0};
+  // Calls seen since `fail_after` skipped its last one: below 0, so beyond `refuse_`, until then.
+  std::atomic<std::uint64_t> passed_{0};
+  std::atomic<std::uint64_t> refuse_{0};  // of these, from the first on; 0: disarmed
 };
 
 }  // namespace vtensor

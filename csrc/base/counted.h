@@ -9,8 +9,7 @@ class Counted {
  public:
   explicit Counted(std::size_t& count) : count_(count) { ++count_; }
   ~Counted() { --count_; }
-  Counted(const Counted&) = delete;
-  Counted& operator=(const Counted&) = delete;
+  Counted& operator=(Counted&&) = delete;
 
  private:
   std::size_t& count_;

@@ -14,8 +14,6 @@ class Descriptor {
   ~Descriptor() {
     if (descriptor_ >= 0) close(descriptor_);
   }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
   Descriptor& operator=(Descriptor&& other) noexcept {
     std::swap(descriptor_, other.descriptor_);
     return *this;

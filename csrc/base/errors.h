@@ -107,16 +107,6 @@ class DeviceOutOfMemory : public DriverError {
   explicit DeviceOutOfMemory(const DriverError& cause) : DriverError(cause) {}
 };
 
-inline bool is_out_of_memory(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const DeviceOutOfMemory&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
 // A remap was refused and so was its undoing: what is mapped there is not known.
 class UndoFailed : public DriverError {
  public:

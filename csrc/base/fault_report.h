@@ -37,10 +37,8 @@ T glimpse(const T& value) noexcept {
 // while any thread may change what they read.
 class Range {
  public:
-  Range() = default;
   virtual ~Range() = default;
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
+  Range& operator=(Range&&) = delete;
 
   std::uintptr_t base() const noexcept { return base_; }
   std::size_t bytes() const noexcept { return bytes_; }

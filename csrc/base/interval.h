@@ -14,7 +14,6 @@ struct Interval {
   std::size_t size() const { return end - begin; }
   bool empty() const { return begin >= end; }
   bool contains(std::size_t i) const { return begin <= i && i < end; }
-  bool contains(Interval o) const { return o.empty() || (begin <= o.begin && o.end <= end); }
 
   friend bool operator==(const Interval&, const Interval&) = default;
 };

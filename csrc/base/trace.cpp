@@ -43,14 +43,6 @@ std::uint64_t measure_unix_offset() {
   return static_cast<std::uint64_t>(offset);
 }
 
-void refuse_in_child(const char* operation) {
-  if (in_forked_child()) {
-    throw Error("[trace.", operation,
-                "] this process was forked from one that uses vtensor: nothing is recorded "
-                "here; record in the parent, or in a process started by spawn");
-  }
-}
-
 }  // namespace
 
 std::uint64_t now() noexcept { return static_cast<std::uint64_t>(read_clock(CLOCK_MONOTONIC)); }
@@ -67,7 +59,7 @@ void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t add
 
 Recording::Recording(std::size_t capacity)
     : capacity_(std::bit_ceil(std::clamp(capacity, kFewest, kMost))) {
-  refuse_in_child("record");
+  refuse_in_forked_child("trace.record");
   watch_forks();
   const std::lock_guard lock(control);
   if (running != nullptr) {
@@ -105,7 +97,7 @@ void Recording::stop() {
 }
 
 std::vector<Event> Recording::events() const {
-  refuse_in_child("events");
+  refuse_in_forked_child("trace.events");
   std::vector<Event> events;
   {
     const std::lock_guard lock(control);
@@ -119,7 +111,7 @@ std::vector<Event> Recording::events() const {
 }
 
 std::uint64_t Recording::dropped() const {
-  refuse_in_child("dropped");
+  refuse_in_forked_child("trace.dropped");
   const std::lock_guard lock(control);
   return sub_sat(count_, capacity_);
 }

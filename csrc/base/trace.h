@@ -43,8 +43,6 @@ constexpr std::size_t kWhatCount = static_cast<std::size_t>(What::count_);
 inline constexpr std::array<std::string_view, kWhatCount> kWhatNames = {
     VTENSOR_TRACE_KINDS(VTENSOR_NAME)};
 
-constexpr std::string_view name_of(What what) { return kWhatNames[static_cast<std::size_t>(what)]; }
-
 // Whether a recording runs. Set by Recording, and unset in a forked child.
 inline std::atomic<bool> on{false};
 
@@ -81,8 +79,7 @@ class Span {
   ~Span() {
     if (begin_ != 0) record(what_, begin_, now(), address_, bytes_, subject_, call_);
   }
-  Span(const Span&) = delete;
-  Span& operator=(const Span&) = delete;
+  Span& operator=(Span&&) = delete;
 
  private:
   const std::uint64_t begin_, address_, bytes_, subject_;
@@ -114,8 +111,7 @@ class Recording {
   // Room for at least `capacity` events, at most 2^28. Throws Error while another runs.
   explicit Recording(std::size_t capacity);
   ~Recording();
-  Recording(const Recording&) = delete;
-  Recording& operator=(const Recording&) = delete;
+  Recording& operator=(Recording&&) = delete;
 
   // A second call does nothing.
   void stop();

@@ -104,7 +104,7 @@ class ArenaCore {
     const SoleOperation operation(mutex_, arena_, "Pool.sleep");
     sleep.add(arena_);
   }
-  ArenaCounts counts() {
+  PoolCounts counts() {
     return run("Arena.stats", {}, [](Arena& arena, const Caller&) { return arena.counts(); });
   }
   std::vector<PageRecord> pages() {
@@ -222,11 +222,6 @@ class BlocksCore {
 }  // namespace
 
 void bind_arena(nb::module_& module) {
-  using Counts = ArenaCounts;
-  bind_fields(nb::class_<Counts>(module, "ArenaCounts"), VT_FIELD(Counts, active),
-              VT_FIELD(Counts, cached), VT_FIELD(Counts, prefetched), VT_FIELD(Counts, pinned),
-              VT_FIELD(Counts, evicted));
-
   const auto no_stream = "stream"_a = nb::none();
   nb::class_<ArenaCore>(module, "ArenaCore")
       .def(nb::init<const std::shared_ptr<PagePool>&, std::size_t, bool>(), "pool"_a, "nbytes"_a,

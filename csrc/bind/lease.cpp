@@ -91,8 +91,7 @@ class Lease {
   // `tensors` is an iterable of VTensors.
   Lease(nb::handle tensors, std::optional<Stream> stream)
       : cores_(cores_of("lease", tensors)), stream_(stream) {}
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
+  Lease& operator=(Lease&&) = delete;
 
   // Throws Closed, and Error if it has begun.
   void begin() {

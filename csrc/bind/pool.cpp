@@ -135,9 +135,9 @@ void bind_pool(nb::module_& module) {
       VT_FIELD(Counts, budget_pages), VT_FIELD(Counts, used), VT_FIELD(Counts, private_copies),
       VT_FIELD(Counts, spare), VT_FIELD(Counts, in_page_sets), VT_FIELD(Counts, mapped),
       VT_FIELD(Counts, active), VT_FIELD(Counts, prefetched), VT_FIELD(Counts, cached),
-      VT_FIELD(Counts, pinned), VT_FIELD(Counts, orphaned), VT_FIELD(Counts, reserved_pages),
-      VT_FIELD(Counts, asleep), VT_FIELD(Counts, buffers), VT_FIELD(Counts, held_elsewhere),
-      VT_FIELD(Counts, held_by_readers));
+      VT_FIELD(Counts, pinned), VT_FIELD(Counts, evicted), VT_FIELD(Counts, orphaned),
+      VT_FIELD(Counts, reserved_pages), VT_FIELD(Counts, asleep), VT_FIELD(Counts, buffers),
+      VT_FIELD(Counts, held_elsewhere), VT_FIELD(Counts, held_by_readers));
 
   using Events = PoolEvents;
   bind_fields(nb::class_<Events>(module, "PoolEvents"), VT_FIELD(Events, growths_ready),

@@ -11,8 +11,7 @@ namespace vtensor::bind {
 class ReleasedGil {
  public:
   ReleasedGil() : thread_(PyEval_SaveThread()) {}
-  ReleasedGil(const ReleasedGil&) = delete;
-  ReleasedGil& operator=(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(ReleasedGil&&) = delete;
   ~ReleasedGil() {
     try {
       PyEval_RestoreThread(thread_);

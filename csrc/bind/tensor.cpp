@@ -34,7 +34,7 @@ std::vector<PageRecord> pages_of(TensorCore& core) {
 
 std::size_t mapped_bytes(TensorCore& core) {
   return of_buffer("VTensor.nbytes_mapped", core, [](Buffer& buffer) {
-    return buffer.mapped_pages() * buffer.pool()->page_size();
+    return buffer.counts().mapped * buffer.pool()->page_size();
   });
 }
 

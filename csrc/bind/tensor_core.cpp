@@ -49,8 +49,7 @@ class TensorCore::Undressed {
     if (self.type().is(classes.copy_on_write)) nb::setattr(self, "__class__", classes.open);
   }
   ~Undressed() { core_.dress_at_end(self_); }
-  Undressed(const Undressed&) = delete;
-  Undressed& operator=(const Undressed&) = delete;
+  Undressed& operator=(Undressed&&) = delete;
 
  private:
   TensorCore& core_;
@@ -79,8 +78,7 @@ class TensorCore::Operation : public SoleOperation {
   ~Operation() {
     if (core_.buffer_) core_.buffer_->show_positions();
   }
-  Operation(const Operation&) = delete;
-  Operation& operator=(const Operation&) = delete;
+  Operation& operator=(Operation&&) = delete;
 
  private:
   TensorCore& core_;
@@ -505,8 +503,8 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
     use(operation.with_memory([&] {
       std::shared_ptr<Buffer> buffer = share(caller, spec_.capacity, !buffer_->published());
       try {
-        buffer->grow(caller, {0, kept + n}, populate);
-        buffer->zero(caller, {kept, std::max(kept, std::min(kept + n, stale))});
+        buffer->grow(caller, {0, kept + n}, populate,
+                     {kept, std::max(kept, std::min(kept + n, stale))});
       } catch (...) {
         buffer->abandon();
         throw;
@@ -585,7 +583,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
       shape.rows = rows.size();
       operations[i]->with_memory([&] {
         if (may_stay && !buffer.published()) {
-          in_place.push_back({&buffer, rows});
+          in_place.emplace_back(&buffer, rows);
         } else {
           moved = buffer.share_rows(operations[i]->caller(), shape, rows, false);
         }

@@ -50,8 +50,7 @@ class WithoutModes {
  public:
   WithoutModes();
   ~WithoutModes();
-  WithoutModes(const WithoutModes&) = delete;
-  WithoutModes& operator=(const WithoutModes&) = delete;
+  WithoutModes& operator=(WithoutModes&&) = delete;
 
  private:
   nb::object disabled_;

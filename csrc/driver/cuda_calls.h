@@ -100,8 +100,7 @@ class RelaxedCapture {
  public:
   RelaxedCapture(CudaCalls& cuda, const char* operation);
   ~RelaxedCapture();
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(RelaxedCapture&&) = delete;
 
  private:
   CudaCalls& cuda_;
@@ -115,8 +114,7 @@ class PrimaryContext {
  public:
   PrimaryContext(CudaCalls& cuda, const char* operation);
   ~PrimaryContext();
-  PrimaryContext(const PrimaryContext&) = delete;
-  PrimaryContext& operator=(const PrimaryContext&) = delete;
+  PrimaryContext& operator=(PrimaryContext&&) = delete;
 
  private:
   CudaCalls& cuda_;

@@ -84,9 +84,7 @@ class CudaDriver final : public Driver {
   int attribute(CUdevice_attribute which);
   void find_device(const CudaOptions& options);
   void choose_exports();
-  void probe_exports();
-  template <typename Body>
-  bool accepts(Body body);
+  bool probe_exports();
   bool close();
 
   CudaCalls cuda_;
@@ -206,12 +204,7 @@ void CudaDriver::choose_exports() {
     if (!attribute(choice.attribute)) continue;
     properties_.requestedHandleTypes = choice.type;
     traits_.exports = choice.kind;
-    bool fits = false;
-    const bool accepted = accepts([&] {
-      fits = traits_.page_size % granularity(CU_MEM_ALLOC_GRANULARITY_MINIMUM) == 0;
-      if (fits) probe_exports();
-    });
-    if (accepted && fits) return;
+    if (probe_exports()) return;
     traits_.exports = ExportKind::none;
   }
   throw InvalidArgument("[Pool] shareable=True was asked for, cuda:", cuda_.device,
@@ -219,38 +212,28 @@ void CudaDriver::choose_exports() {
                         "leave it out");
 }
 
-// A page goes the whole way.
-void CudaDriver::probe_exports() {
-  const Handle page = create(1);
+// A page goes the whole way. False if the device refuses it for its properties.
+bool CudaDriver::probe_exports() {
+  Handle page = 0;
+  bool fits = false;
   try {
-    const ExportedPage exported = export_page(page);
-    const Descriptor descriptor(exported.descriptor);
-    destroy(import_page(exported, traits_.exports), 1);
-  } catch (const DriverError&) {
-    destroy(page, 1);
-    throw;
-  }
-  destroy(page, 1);
-}
-
-// Runs `body`, which makes pages. False if the device refuses them for their properties.
-template <typename Body>
-bool CudaDriver::accepts(Body body) {
-  try {
-    body();
-  } catch (const DeviceOutOfMemory&) {
-    return true;  // not because of the properties
-  } catch (const DriverError& refusal) {
-    switch (refusal.code) {
-      case CUDA_ERROR_INVALID_VALUE:
-      case CUDA_ERROR_NOT_PERMITTED:
-      case CUDA_ERROR_NOT_SUPPORTED:
-        return false;
-      default:  // not because of the properties
-        throw;
+    fits = traits_.page_size % granularity(CU_MEM_ALLOC_GRANULARITY_MINIMUM) == 0;
+    if (fits) {
+      page = create(1);
+      const ExportedPage exported = export_page(page);
+      const Descriptor descriptor(exported.descriptor);
+      destroy(import_page(exported, traits_.exports), 1);
     }
+  } catch (const DeviceOutOfMemory&) {
+    // Not because of the properties.
+  } catch (const DriverError& refusal) {
+    constexpr long kOfProperties[] = {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_PERMITTED,
+                                      CUDA_ERROR_NOT_SUPPORTED};
+    if (std::ranges::find(kOfProperties, refusal.code) == std::end(kOfProperties)) throw;
+    fits = false;
   }
-  return true;
+  if (page != 0) destroy(page, 1);
+  return fits;
 }
 
 CudaDriver::~CudaDriver() {

@@ -106,39 +106,33 @@ bool CudaMappings::any() const {
   return !ranges_.empty();
 }
 
-std::vector<CudaMappings::Stretch> CudaMappings::stretches_of(std::span<const PageRun> runs) const {
-  std::vector<Stretch> stretches;
-  stretches.reserve(runs.size());
+bool CudaMappings::begins_range(Address at) const {
   const std::lock_guard lock(records_);
-  for (const auto& [at, handles] : runs) {
-    if (handles.empty()) continue;
-    // Ranges may touch too, and no call covers two of them.
-    const bool joins = !stretches.empty() &&
-                       stretches.back().at + stretches.back().pages() * cuda_.page_size == at &&
-                       !ranges_.contains(at);
-    if (!joins) stretches.push_back({at, {}});
-    auto& joined = stretches.back().handles;
-    joined.insert(joined.end(), handles.begin(), handles.end());
-  }
-  return stretches;
+  return ranges_.contains(at);
 }
 
 CUresult CudaMappings::map_page(Address at, Handle handle) {
   return cuda_.call_at(cuda_.cuMemMap, at, cuda_.page_size, at, cuda_.page_size, 0, handle, 0);
 }
 
-// Maps the pages of all stretches, and then gives them access, up to the first refusal. Adds to
-// `mapped` the pages that are mapped then. Allocates nothing.
-CudaMappings::Refusal CudaMappings::map_stretches(std::span<const Stretch> stretches, Access access,
-                                                  std::size_t& mapped) {
-  for (const Stretch& stretch : stretches) {
-    for (std::size_t i = 0; i < stretch.pages(); ++i, ++mapped) {
-      const CUresult code = map_page(stretch.at + i * cuda_.page_size, stretch.handles[i]);
+// Maps the pages of all runs, and then gives them access, up to the first refusal. Adds to `mapped`
+// the pages that are mapped then. Allocates nothing.
+CudaMappings::Refusal CudaMappings::map_runs(std::span<const PageRun> runs, Access access,
+                                             std::size_t& mapped) {
+  for (const auto& [at, handles] : runs) {
+    for (std::size_t i = 0; i < handles.size(); ++i, ++mapped) {
+      const CUresult code = map_page(at + i * cuda_.page_size, handles[i]);
       if (code != CUDA_SUCCESS) return {code, Call::cuMemMap};
     }
   }
-  for (const Stretch& stretch : stretches) {
-    const CUresult code = set_access(stretch.at, stretch.pages(), access);
+  for (std::size_t next = 0; next < runs.size();) {
+    const Address at = runs[next].at;
+    std::size_t pages = runs[next++].handles.size();
+    // One call for runs that touch. Ranges may touch too, and no call covers two of them.
+    while (next < runs.size() && runs[next].at == at + pages * cuda_.page_size &&
+           !begins_range(runs[next].at))
+      pages += runs[next++].handles.size();
+    const CUresult code = pages == 0 ? CUDA_SUCCESS : set_access(at, pages, access);
     if (code != CUDA_SUCCESS) return {code, Call::cuMemSetAccess};
   }
   return {};
@@ -175,23 +169,22 @@ CUresult CudaMappings::unmap(Address at, std::size_t pages) {
 
 void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Access access,
                        std::size_t& mapped) {
-  const std::vector<Stretch> stretches = stretches_of(runs);
-  if (stretches.empty()) return;
+  if (std::ranges::all_of(runs, [](const PageRun& run) { return run.handles.empty(); })) return;
   const RelaxedCapture relaxed(cuda_, operation);
   std::vector<Address> covered;
-  for (const Stretch& stretch : stretches) {
-    const auto holes = holes_in(stretch.at, stretch.pages(), true);
+  for (const auto& [at, handles] : runs) {
+    const auto holes = holes_in(at, handles.size(), true);
     covered.insert(covered.end(), holes.begin(), holes.end());
   }
   cuda_.check(operation, Call::cuMemUnmap, uncover(covered));
   std::size_t done = 0;
-  const Refusal refusal = map_stretches(stretches, access, done);
+  const Refusal refusal = map_runs(runs, access, done);
   mapped += done;
   if (refusal.code == CUDA_SUCCESS) return;
-  for (const Stretch& stretch : stretches) {
-    const std::size_t n = std::min(done, stretch.pages());
+  for (const auto& [at, handles] : runs) {
+    const std::size_t n = std::min(done, handles.size());
     done -= n;
-    cover(holes_in(stretch.at + n * cuda_.page_size, stretch.pages() - n, false));
+    cover(holes_in(at + n * cuda_.page_size, handles.size() - n, false));
   }
   cuda_.check(operation, refusal.call, refusal.code);
 }
@@ -211,14 +204,13 @@ void CudaMappings::remap(Address at, std::span<const Handle> from, Access from_a
   if (same) {
     return cuda_.check("remap", Call::cuMemSetAccess, set_access(at, to.size(), to_access));
   }
-  // Allocated before the calls: from the first on, nothing but a refusal may come in between.
-  const Stretch before{at, {from.begin(), from.end()}}, after{at, {to.begin(), to.end()}};
+  const PageRun before{at, from}, after{at, to};
   cuda_.check("remap", Call::cuMemUnmap, unmap(at, from.size()));
   std::size_t mapped = 0, again = 0;
-  const Refusal refusal = map_stretches({&after, 1}, to_access, mapped);
+  const Refusal refusal = map_runs({&after, 1}, to_access, mapped);
   if (refusal.code == CUDA_SUCCESS) return;
   const bool gone = mapped == 0 || unmap(at, mapped) == CUDA_SUCCESS;
-  if (!gone || map_stretches({&before, 1}, from_access, again).code != CUDA_SUCCESS)
+  if (!gone || map_runs({&before, 1}, from_access, again).code != CUDA_SUCCESS)
     throw UndoFailed(cuda_.refusal("remap", refusal.call, refusal.code));
   cuda_.check("remap", refusal.call, refusal.code);
 }

@@ -39,20 +39,13 @@ class CudaMappings {
   bool any() const;
 
  private:
-  // Pages that one call may cover: runs that touch, in one range.
-  struct Stretch {
-    Address at;
-    std::vector<Handle> handles;
-
-    std::size_t pages() const { return handles.size(); }
-  };
-  std::vector<Stretch> stretches_of(std::span<const PageRun> runs) const;
   // The call that was refused, if `code` says that one was.
   struct Refusal {
     CUresult code = CUDA_SUCCESS;
     Call call = Call::cuMemMap;
   };
-  Refusal map_stretches(std::span<const Stretch> stretches, Access access, std::size_t& mapped);
+  Refusal map_runs(std::span<const PageRun> runs, Access access, std::size_t& mapped);
+  bool begins_range(Address at) const;
   CUresult map_page(Address at, Handle handle);
   CUresult set_access(Address at, std::size_t pages, Access access, bool never_written = false);
   CUresult unmap(Address at, std::size_t pages);

@@ -22,8 +22,7 @@ class HostCopies {
 
   explicit HostCopies(Populate populate);
   ~HostCopies() { stop(); }
-  HostCopies(const HostCopies&) = delete;
-  HostCopies& operator=(const HostCopies&) = delete;
+  HostCopies& operator=(HostCopies&&) = delete;
 
   // Queues one copy; the threads start with the first. Throws std::system_error, with nothing
   // queued, if no thread can be made.

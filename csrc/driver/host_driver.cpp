@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -77,7 +78,7 @@ std::size_t pages_in(std::span<const PageRun> runs) {
 
 std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
   if (asked == 0) return std::max(kDefaultPageSize, granularity);
-  if (is_power_of_two(asked) && asked >= granularity && asked <= kMemfdSize) return asked;
+  if (std::has_single_bit(asked) && asked >= granularity && asked <= kMemfdSize) return asked;
   throw InvalidArgument("[host driver] a page size of ", asked,
                         " bytes was asked for, the host takes powers of two from ", granularity,
                         ": choose one of these, or leave it to the driver");
@@ -256,10 +257,11 @@ class HostDriver final : public Driver {
     if (const std::size_t more = sub_sat(count_pieces(to), count_pieces(from))) limit_.admit(more);
     const Progress progress = map_run({at, to}, to_access);
     if (!progress.refusal) return;
+    const bool whole = put_back({at, from.first(progress.touched)}, from_access);
     const DriverError cause =
         refused("host remap", Call::mmap, progress.refusal.error,
                 "remapping " + count_of(to.size()), limit_.advice(to.size() * page_size_));
-    if (!put_back({at, from.first(progress.touched)}, from_access)) throw UndoFailed(cause);
+    if (!whole) throw UndoFailed(cause);
     throw cause;
   }
 

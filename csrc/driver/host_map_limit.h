@@ -29,8 +29,7 @@ class MapLimit {
 
   explicit MapLimit(Source source) : source_(std::move(source)) {}
   ~MapLimit() { throw_off_ballast(); }
-  MapLimit(const MapLimit&) = delete;
-  MapLimit& operator=(const MapLimit&) = delete;
+  MapLimit& operator=(MapLimit&&) = delete;
 
   // Counts `more` new mappings. Throws DriverError if they would reach into the headroom.
   void admit(std::size_t more) {

@@ -206,7 +206,7 @@ HeapCounts Heap::counts() {
   const PoolLock lock(pool_);
   pool_->reap();
   for (const auto& [base, region] : regions_) {
-    region->add_to(counts.pages);
+    region->count(counts.pages);
     counts.reserved += region->bytes();
     counts.allocations += region->spans.count();
     counts.allocated += region->spans.taken_bytes();

@@ -27,7 +27,7 @@ struct HeapCounts {
   std::size_t allocations = 0;  // live ones
   std::size_t allocated = 0;    // bytes of those allocations, rounded up
   std::size_t reserved = 0;     // bytes of addresses
-  ArenaCounts pages;            // sum over its arenas
+  PoolCounts pages;             // of its arenas
 };
 
 class Heap {
@@ -38,8 +38,7 @@ class Heap {
   explicit Heap(const std::shared_ptr<PagePool>& pool);
   // Storages that live keep their addresses and pages.
   ~Heap();
-  Heap(const Heap&) = delete;
-  Heap& operator=(const Heap&) = delete;
+  Heap& operator=(Heap&&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
 

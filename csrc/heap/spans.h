@@ -20,8 +20,7 @@ class Spans {
     spans_.emplace(0, Span{bytes});
     free_.emplace(bytes, 0);
   }
-  Spans(const Spans&) = delete;
-  Spans& operator=(const Spans&) = delete;
+  Spans& operator=(Spans&&) = delete;
 
   bool all_free() const { return count_ == 0; }
   std::size_t count() const { return count_; }

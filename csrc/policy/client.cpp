@@ -97,7 +97,14 @@ Generation* Client::publish_locked(Interval indices, Interval bytes) {
   generation->client = shared_from_this();
   generation->indices = indices;
   generation->bytes = bytes;
-  generations_.add(generation.get());
+  generation->place = generations_.size();
+  generations_.push_back(generation.get());
+  try {
+    covered_.add(indices);
+  } catch (...) {
+    generations_.pop_back();
+    throw;
+  }
   return generation.release();
 }
 
@@ -157,7 +164,7 @@ bool Client::leased() const {
 
 void Client::uncover(Interval indices) {
   indices = intersection(indices, range_.hull_of(Why::viewed));
-  generations_.covered().gaps(indices, [this](Interval gap) VT_LOCKED {
+  covered_.gaps(indices, [this](Interval gap) VT_LOCKED {
     range_.change_why(gap, [](PageTable::Index index) {
       return index.why() == Why::viewed ? Why::unneeded : index.why();
     });
@@ -181,7 +188,10 @@ void Client::release(Why why, std::size_t begin) {
 }
 
 void Client::forget(const Generation* generation) noexcept {
-  generations_.remove(generation);
+  generations_[generation->place] = generations_.back();
+  generations_.back()->place = generation->place;
+  generations_.pop_back();
+  covered_.remove(generation->indices);
   uncover(generation->indices);
 }
 
@@ -208,8 +218,9 @@ std::size_t Client::drop_ahead() {
 }
 
 void Client::failed(std::exception_ptr error) {
-  error_ = std::move(error);
-  failed_.store(true, std::memory_order_relaxed);
+  Client& told = host_ == nullptr ? *this : *host_->client;
+  told.error_ = std::move(error);
+  told.failed_.store(true, std::memory_order_relaxed);
 }
 
 std::exception_ptr Client::take_error() {
@@ -276,8 +287,11 @@ bool Client::enter_ahead(Reservation::Arrival& arrival) {
   range_.enter(arrival);
   if (arrival.zeroing) work_.note(driver_.side_stream());
   if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));
-  // A use that needs the pages raises that there is no memory.
-  if (arrival.error && !is_out_of_memory(arrival.error)) {
+  try {
+    if (arrival.error) std::rethrow_exception(arrival.error);
+  } catch (const DeviceOutOfMemory&) {
+    // A use that needs the pages raises it.
+  } catch (...) {
     failed(arrival.error);
     trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
   }
@@ -331,16 +345,15 @@ bool Client::release_range() {
   if (!ends()) return true;
   if (range_.mapped() != 0 && !pool_->store().broken()) return false;
   known_.reset();
-  free_range();
+  if (placed()) {
+    pool_->end_locked(std::exchange(host_, nullptr));
+  } else if (!pool_->store().broken()) {
+    driver_.free_range(range_.base(), range_.row_pages() * range_.rows());
+  }
+  range_.end();
   reserved_ = false;
   pool_->remove(this);
   return true;
-}
-
-void Client::free_range() {
-  if (!pool_->store().broken())
-    driver_.free_range(range_.base(), range_.row_pages() * range_.rows());
-  range_.end();
 }
 
 bool Client::settle(PoolLock* lock) noexcept {
@@ -453,7 +466,7 @@ bool Client::clean_some(PoolLock& lock, std::size_t pages) {
     if (zeroed) ready_after_.push_back(std::move(zeroed));
     ahead_changed();
   } else if (owned_) {
-    pool_->cached().unclean.remove(hooks.unclean);
+    pool_->unclean().remove(hooks.unclean);
     failed(std::move(error));  // growth zeroes the pages itself
   } else if (range_.mapped(Why::cached) != 0) {
     evict();  // pages that cannot be zeroed are not for the next owner
@@ -503,6 +516,14 @@ std::vector<PageRecord> Client::pages() {
   return records;
 }
 
+PoolCounts Client::counts() {
+  const PoolLock lock(pool_);
+  pool_->reap();
+  PoolCounts counts;
+  count(counts);
+  return counts;
+}
+
 void Client::count(PoolCounts& counts) const {
   std::array<std::size_t, kWhys> mapped{};
   const auto of = [&mapped](Why why) -> std::size_t& {
@@ -520,6 +541,7 @@ void Client::count(PoolCounts& counts) const {
   counts.prefetched += of(Why::prefetched);
   counts.cached += of(Why::cached);
   counts.pinned += pinned;
+  counts.evicted += evicted_;
   if (!owned_) counts.orphaned += pinned;
   if (placed()) return;
   counts.buffers += owned_ && is_tensor_;
@@ -528,7 +550,7 @@ void Client::count(PoolCounts& counts) const {
 
 void Client::check(std::unordered_map<const Page*, PageUse>& uses) const {
   std::vector<bool> covered(range_.reserved(), true);
-  generations_.covered().gaps({0, covered.size()}, [&covered](Interval gap) {
+  covered_.gaps({0, covered.size()}, [&covered](Interval gap) {
     for (std::size_t index = gap.begin; index < gap.end; ++index) covered[index] = false;
   });
   for (std::size_t index = 0; index < covered.size(); ++index) {

@@ -17,6 +17,7 @@
 #include "base/fault_report.h"
 #include "base/interval.h"
 #include "policy/client_list.h"
+#include "policy/coverage.h"
 #include "policy/generation.h"
 #include "policy/page_pool.h"
 #include "vmm/caller.h"
@@ -40,8 +41,7 @@ struct PageRecord {
 class Client : public std::enable_shared_from_this<Client> {
  public:
   virtual ~Client() = default;
-  Client(const Client&) = delete;
-  Client& operator=(const Client&) = delete;
+  Client& operator=(Client&&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   const RowShape& shape() const { return shape_; }
@@ -83,8 +83,7 @@ class Client : public std::enable_shared_from_this<Client> {
       client.hold(lock, caller);
     }
     ~Busy() VT_LOCKED { client_.end_hold(); }
-    Busy(const Busy&) = delete;
-    Busy& operator=(const Busy&) = delete;
+    Busy& operator=(Busy&&) = delete;
 
    private:
     Client& client_;
@@ -137,7 +136,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // -- reuse
 
   // Whether it lies in the range of another client.
-  virtual bool placed() const { return false; }
+  bool placed() const { return host_ != nullptr; }
   // Whether it has cached pages and no others: pages that are leaving would be taken back by the
   // next owner (I7).
   bool reusable() const VT_LOCKED {
@@ -190,6 +189,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // What the driver refused the worker for it; null if nothing, or if it was taken before.
   std::exception_ptr take_error() VT_LOCKED;
+  PoolCounts counts();
   // Adds its pages to `counts`. Pages that sleep do not count as mapped.
   void count(PoolCounts& counts) const VT_LOCKED;
   // Throws an Error that names the violated invariant.
@@ -214,7 +214,6 @@ class Client : public std::enable_shared_from_this<Client> {
   std::uint64_t join(Address base, std::unique_ptr<faults::Range> report, const Caller& caller)
       VT_LOCKED;
 
-  virtual void free_range() VT_LOCKED;
   // Pages were unmapped, or their unmapping was refused.
   virtual void enter_back(const Reservation::Departure& departure) VT_LOCKED;
   // Adds empty pages that it wants ahead, up to `pages`, and the pages to be mapped there if these
@@ -236,6 +235,7 @@ class Client : public std::enable_shared_from_this<Client> {
   void make_room_for_zeroing() VT_LOCKED;
   // Stops wanting pages ahead. What is mapped in part goes.
   void give_up_ahead() VT_LOCKED;
+  // A placed client's is kept by its host, so that the slot's next owner does not drop it.
   void failed(std::exception_ptr error) VT_LOCKED;
   // A generation that covers `indices` of every row, or an arena's pages of `bytes`.
   Generation* publish_locked(Interval indices, Interval bytes = {}) VT_LOCKED;
@@ -257,8 +257,11 @@ class Client : public std::enable_shared_from_this<Client> {
   std::vector<FencePtr> ready_after_ VT_GUARDED;
   // Pages may be zeroed in the side stream, whose fence was refused: is_quiet() makes another.
   bool zeroing_ VT_GUARDED = false;
+  std::size_t evicted_ VT_GUARDED = 0;  // cached pages, so far; counted by arenas
   PendingWork work_ VT_GUARDED;
-  Generations generations_ VT_GUARDED;
+  std::vector<Generation*> generations_ VT_GUARDED;  // that have not ended, in any order
+  Coverage covered_ VT_GUARDED;                      // by any of them
+  Generation* host_ = nullptr;  // placed clients only: keeps the host's range reserved
   // Made in advance, so that `abandon` cannot fail.
   std::unique_ptr<Generation> owner_end_ = std::make_unique<Generation>();
 

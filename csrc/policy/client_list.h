@@ -20,9 +20,7 @@ class ClientList {
   // Belongs to a client, and links it into one list at a time, which keeps the client alive.
   class Hook {
    public:
-    Hook() = default;
-    Hook(const Hook&) = delete;
-    Hook& operator=(const Hook&) = delete;
+    Hook& operator=(Hook&&) = delete;
     bool linked() const { return unlinked_.empty(); }
 
    private:

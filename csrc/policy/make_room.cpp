@@ -46,8 +46,7 @@ class MakeRoom::Request {
  public:
   Request(PageStore& store, std::size_t pages) : store_(store), pages_(pages) {}
   ~Request() VT_LOCKED { want(0); }
-  Request(const Request&) = delete;
-  Request& operator=(const Request&) = delete;
+  Request& operator=(Request&&) = delete;
 
   std::chrono::nanoseconds waited() const { return steady_clock::now() - since_; }
 
@@ -172,7 +171,7 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
 
 bool MakeRoom::give_up_spare(PoolLock& lock) {
   if (pool_.store().broken()) return false;
-  bool any = pool_.cached().evict_oldest();
+  bool any = pool_.evict_oldest();
   for (auto client = pool_.clients().begin(); !any && client != pool_.clients().end(); ++client)
     any = (*client)->drop_ahead() != 0;
   if (any) pool_.settle_all(lock);
@@ -242,7 +241,7 @@ MakeRoom::Spare MakeRoom::spare() const {
 std::size_t MakeRoom::begin(std::size_t pages) {
   std::size_t found = pages_to_come();
   while (found < pages && !pool_.cached().empty()) {
-    const std::shared_ptr<Client> oldest = pool_.cached().oldest();
+    const std::shared_ptr<Client> oldest = pool_.cached().front();
     const std::size_t before = oldest->pages_leaving();
     oldest->evict();
     found += oldest->pages_leaving() - before;
@@ -321,7 +320,7 @@ bool MakeRoom::give_all_back(bool spare) noexcept {
   if (pool_.store().broken()) return false;
   pool_.reap();
   bool any = !pool_.unsettled().empty();
-  while (spare ? give_up_spare(lock) : pool_.cached().evict_oldest()) any = true;
+  while (spare ? give_up_spare(lock) : pool_.evict_oldest()) any = true;
   pool_.settle_all(lock);
   return any;
 }

@@ -195,7 +195,7 @@ class Mapper::Step {
 
   // Zeroes pages for their next owner.
   bool clean() VT_LOCKED {
-    ClientList& unclean = pool_.cached().unclean;
+    ClientList& unclean = pool_.unclean();
     for (auto at = unclean.begin(); at != unclean.end();) {
       const std::shared_ptr<Client> client = *at++;
       if (client->clean_some(lock_, most_)) return true;
@@ -250,7 +250,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
     pool->reap();
     const MakeRoom::Given given = MakeRoom(*pool).give_to_others(lock);
     if (given == MakeRoom::Given::some) {
-      const Waiting others_first(lock);
+      pool->wait_changed(lock, steady_clock::now());  // others first
       continue;
     }
     Step step(*pool, lock);
@@ -261,7 +261,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
     }
     next = pool->maintain(lock);
     if (next <= steady_clock::now()) {
-      const Waiting others_first(lock);
+      pool->wait_changed(lock, steady_clock::now());  // others first
       continue;
     }
     if (step.refused() && !pool->retired())

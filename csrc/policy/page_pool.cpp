@@ -197,17 +197,54 @@ bool PagePool::may_cache(std::size_t pages) {
   const std::size_t most =
       options_.cache == kCacheByBudget ? store_.budget() / 4 : store_.in_pages(options_.cache);
   if (pages > most) return false;
-  while (cached_.pages() + pages > most) {
-    cached_.oldest_counted()->evict();
+  while (pages_alike_ + pages > most) {
+    const std::shared_ptr<Client> oldest = *std::find_if(
+        cached_.begin(), cached_.end(),
+        [](const auto& client) VT_LOCKED { return client->hooks.cached_alike.linked(); });
+    oldest->evict();
   }
   return true;
 }
 
 void PagePool::cache(const std::shared_ptr<Client>& client, bool by_shape) {
-  cached_.add(client, by_shape);
-  if (options_.zero == ZeroPolicy::never) return;
-  cached_.add_unclean(client);
-  wake_mapper();
+  if (by_shape) {
+    cached_alike_[client->shape()].add_first(client->hooks.cached_alike, client);
+    pages_alike_ += client->range().mapped(Why::cached);
+  }
+  cached_.add(client->hooks.cached, client);
+}
+
+void PagePool::uncache(Client& client) {
+  const std::shared_ptr<Client> kept = cached_.remove(client.hooks.cached);
+  unclean_.remove(client.hooks.unclean);
+  if (!client.hooks.cached_alike.linked()) return;
+  const auto alike = cached_alike_.find(client.shape());
+  alike->second.remove(client.hooks.cached_alike);
+  if (alike->second.empty()) cached_alike_.erase(alike);
+  pages_alike_ -= client.range().mapped(Why::cached);
+}
+
+std::shared_ptr<Client> PagePool::find_cached(const RowShape& shape) const {
+  const auto alike = cached_alike_.find(shape);
+  if (alike == cached_alike_.end()) return nullptr;
+  std::shared_ptr<Client> busy;
+  for (const std::shared_ptr<Client>& client : alike->second) {
+    if (!client->reusable()) continue;
+    if (!client->busy()) return client;
+    if (!busy) busy = client;
+  }
+  return busy;
+}
+
+bool PagePool::evict_oldest() {
+  if (cached_.empty()) return false;
+  const std::shared_ptr<Client> oldest = cached_.front();  // which leaves the list
+  oldest->evict();
+  return true;
+}
+
+void PagePool::clean_later(const std::shared_ptr<Client>& client) noexcept {
+  if (!client->hooks.unclean.linked()) unclean_.add(client->hooks.unclean, client);
 }
 
 void PagePool::await(PoolLock& lock, const char* operation, const char* what,
@@ -348,7 +385,8 @@ std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   store_.raise_if_broken();
   reap();
-  cached_.evict_all();
+  while (evict_oldest()) {
+  }
   const Counted quiescing(quiescing_);
   quiesce(lock, "Pool.trim");
   settle_all(lock);
@@ -364,12 +402,12 @@ std::size_t PagePool::trim() {
 
 bool PagePool::idle() const {
   // A generation that has ended may be the last to keep a client's range.
-  return in_flight() == 0 && ended_.empty() &&
+  return in_flight() == 0 && ended_.load(std::memory_order_acquire) == nullptr &&
          ((wanting_.empty() && copied_.empty() && !store_.excess_due()) || !mapper_.running()) &&
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& client) VT_LOCKED { return client->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||
-          std::none_of(cached_.unclean.begin(), cached_.unclean.end(),
+          std::none_of(unclean_.begin(), unclean_.end(),
                        [](const auto& client) VT_LOCKED { return client->to_clean(); }));
 }
 
@@ -407,7 +445,8 @@ void PagePool::retire() noexcept {
   retired_ = true;
   sender = std::move(sender_);
   reap();
-  cached_.evict_all();
+  while (evict_oldest()) {
+  }
   if (store_.broken()) settle_all(lock);
 }
 
@@ -434,16 +473,31 @@ void PagePool::count_private_copies() {
 }
 
 bool PagePool::tidy() noexcept {
-  if (!ended_.empty()) reap();
+  if (ended_.load(std::memory_order_acquire) != nullptr) reap();
   shared_.publish();
   store_.give_back_uncovered();
   return std::exchange(wake_mapper_, false);
 }
 
+void PagePool::push(Ended* ended) noexcept {
+  ended->next = ended_.load(std::memory_order_relaxed);
+  while (!ended_.compare_exchange_weak(ended->next, ended, std::memory_order_acq_rel,
+                                       std::memory_order_relaxed)) {
+  }
+}
+
+// Asked after the lock was let go, by changing none to none. So either this sees what was pushed,
+// or the thread that pushed it sees the lock free: with a plain load both could look too early.
+bool PagePool::left_over() noexcept {
+  Ended* none = nullptr;
+  return !ended_.compare_exchange_strong(none, nullptr, std::memory_order_acq_rel,
+                                         std::memory_order_acquire);
+}
+
 void PagePool::end(Ended* ended) noexcept {
   if (in_forked_child()) return;
   std::shared_ptr<PagePool> self = shared_from_this();
-  ended_.push(ended);
+  push(ended);
   // Whichever thread has the lock looks again after letting it go, as this one does. If it is this
   // one, it finds the lock taken: a mutex of POSIX allows to try.
   const PoolLock tried(std::move(self), std::try_to_lock);
@@ -453,12 +507,13 @@ void PagePool::end_later(Ended* ended) noexcept {
   if (in_forked_child()) return;
   // From here on the mapper may end the pool: then not in this thread.
   const std::shared_ptr<Mapper::Signal> signal = mapper_.signal();
-  ended_.push(ended);
+  push(ended);
   signal->wake();
 }
 
 void PagePool::reap() noexcept {
-  for (std::unique_ptr<Ended> ended(ended_.take_all()); ended != nullptr;) {
+  for (std::unique_ptr<Ended> ended(ended_.exchange(nullptr, std::memory_order_acquire));
+       ended != nullptr;) {
     const std::unique_ptr<Ended> reaped(std::exchange(ended, nullptr));
     ended.reset(reaped->next);
     reaped->reap();

@@ -11,6 +11,7 @@
 #include <exception>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -19,7 +20,6 @@
 #include <vector>
 
 #include "driver/driver.h"
-#include "policy/cached_clients.h"
 #include "policy/client_list.h"
 #include "policy/generation.h"
 #include "policy/mapper.h"
@@ -47,6 +47,7 @@ struct PoolCounts {
   std::size_t prefetched = 0;      // of the mapped: ready past the extents
   std::size_t cached = 0;          // of the mapped: left by freed tensors for the next ones
   std::size_t pinned = 0;          // of the mapped: held by generations alone, or leaving
+  std::size_t evicted = 0;         // cached pages of arenas evicted so far
   std::size_t orphaned = 0;        // of the pinned: their tensor is gone
   std::size_t reserved_pages = 0;
   std::size_t buffers = 0;          // open tensors, slots and arenas
@@ -69,10 +70,8 @@ struct PoolEvents {
 // pools of a shared budget do, with no lock held. It waits for no operation.
 class Shrinker {
  public:
-  Shrinker() = default;
   virtual ~Shrinker() = default;
-  Shrinker(const Shrinker&) = delete;
-  Shrinker& operator=(const Shrinker&) = delete;
+  Shrinker& operator=(Shrinker&&) = delete;
 
   // Gives up about `pages` pages and returns how many; nothing while an operation is under way.
   virtual std::optional<std::size_t> shrink(std::size_t pages) noexcept = 0;
@@ -86,8 +85,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver,
                                           const PoolOptions& options);
   ~PagePool();
-  PagePool(const PagePool&) = delete;
-  PagePool& operator=(const PagePool&) = delete;
+  PagePool& operator=(PagePool&&) = delete;
 
   Driver& driver() { return *driver_; }
   const DriverTraits& traits() const { return driver_->traits(); }
@@ -160,9 +158,20 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   ClientList& wanting() VT_LOCKED { return wanting_; }
   // Whether a freed client with `pages` pages may stay mapped, after older ones have made room.
   bool may_cache(std::size_t pages) VT_LOCKED;
-  // A freed client has cached pages, which may have to be zeroed; `by_shape`: for any client alike.
+  // Clients with cached pages, the oldest first: freed buffers, arenas, and freed slots.
+  const ClientList& cached() const VT_LOCKED { return cached_; }
+  // Adds a client with cached pages; `by_shape`: `find_cached` finds it. Throws only if it does.
   void cache(const std::shared_ptr<Client>& client, bool by_shape) VT_LOCKED;
-  CachedClients& cached() VT_LOCKED { return cached_; }
+  // Requires: it has its cached pages still.
+  void uncache(Client& client) VT_LOCKED;
+  // The last freed client of exactly this shape that can be reused, preferably one that is not
+  // busy; null if there is none.
+  std::shared_ptr<Client> find_cached(const RowShape& shape) const VT_LOCKED;
+  // Has the oldest give up cached pages; false if there is none.
+  bool evict_oldest() VT_LOCKED;
+  // Clients, cached or owned, with pages to be zeroed.
+  ClientList& unclean() VT_LOCKED { return unclean_; }
+  void clean_later(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
   // Counts the private copies of all clients.
   void count_private_copies() VT_LOCKED;
 
@@ -174,7 +183,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // `end` without a driver call: for callbacks of a driver.
   void end_later(Ended* ended) noexcept;
   // `end` with the lock held: reaped before it is released.
-  void end_locked(Ended* ended) noexcept VT_LOCKED { ended_.push(ended); }
+  void end_locked(Ended* ended) noexcept VT_LOCKED { push(ended); }
   // Reaps everything that has ended.
   void reap() noexcept VT_LOCKED;
 
@@ -220,9 +229,10 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void await_work(const char* operation);
   // Before the lock is released: reaps what deleters pushed while they found it taken.
   bool tidy() noexcept override VT_LOCKED;
-  bool left_over() noexcept override { return !ended_.confirm_empty(); }
+  bool left_over() noexcept override;
   void after_unlock() noexcept override { mapper_.signal()->wake(); }
 
+  void push(Ended* ended) noexcept;
   // Frees host memory whose copies have ended; returns whether some is left.
   bool drop_copied(PoolLock& lock) VT_LOCKED;
 
@@ -242,13 +252,16 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::unordered_set<Client*> clients_ VT_GUARDED;
   std::vector<std::weak_ptr<Shrinker>> shrinkers_ VT_GUARDED;
   ClientList unsettled_ VT_GUARDED;
-  ClientList wanting_ VT_GUARDED;  // the next to be served first
-  CachedClients cached_ VT_GUARDED;
+  ClientList wanting_ VT_GUARDED;                           // the next to be served first
+  ClientList cached_ VT_GUARDED;                            // oldest first
+  std::map<RowShape, ClientList> cached_alike_ VT_GUARDED;  // of these, by shape; newest first
+  std::size_t pages_alike_ VT_GUARDED = 0;  // theirs, which count against the `cache` limit
+  ClientList unclean_ VT_GUARDED;
   bool wake_mapper_ VT_GUARDED = false;  // to be woken once the lock is free
   std::atomic<bool> retired_{false};     // the pool's owner has left
   std::exception_ptr mapper_error_ VT_GUARDED;
 
-  EndedList ended_;
+  std::atomic<Ended*> ended_{nullptr};  // a stack of what has ended and is not reaped yet
   Mapper mapper_;
   std::unique_ptr<PageSender> sender_ VT_GUARDED;  // null until a reader needs it
 };

@@ -17,8 +17,7 @@ class PageSender {
   PageSender(const char* operation, const std::shared_ptr<PagePool>& pool);
   // Waits for the thread to end, unless this is the thread.
   ~PageSender();
-  PageSender(const PageSender&) = delete;
-  PageSender& operator=(const PageSender&) = delete;
+  PageSender& operator=(PageSender&&) = delete;
 
   // The reader's end of a new socket. The caller closes it. Throws DriverError.
   int connect(const char* operation, PagePool& pool);

@@ -297,13 +297,18 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
   pool_->settle_all(lock);  // what has died asleep needs no memory
   try {
     hold(lock, caller_, pool_->asleep(numbers), held_);
-    collect();
+    std::unordered_set<const Page*> seen;
+    for (const std::shared_ptr<Client>& client : held_) {
+      each_entry(*client, [&](Entry entry, std::size_t, std::size_t) {
+        Page* const page = entry.page();
+        if (page->asleep && seen.insert(page).second) pages_.push_back(page);
+      });
+    }
     std::size_t missing = 0;
     for (const Page* page : pages_) missing += !page->resident;
     while (MakeRoom(*pool_).ready(lock, caller_.operation, missing)) {
     }
     pool_->store().wake(pages_);
-    collect();  // with their new handles
     map(lock);
   } catch (...) {
     release(held_);
@@ -312,10 +317,6 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
 }
 
 void WakeUp::collect() {
-  pages_.clear();
-  runs_.clear();
-  parts_.clear();
-  unclean_.clear();
   const std::size_t size = pool_->page_size();
   std::unordered_set<const Page*> seen;
   for (const std::shared_ptr<Client>& client : held_) {
@@ -325,7 +326,6 @@ void WakeUp::collect() {
       const bool first = seen.insert(entry.page()).second;
       add_page(runs_, *client, row, index, entry, first);
       if (!first) return;
-      pages_.push_back(entry.page());
       const SleepPart part{range.address(row, index), entry.page()->sleep,
                            entry.page()->sleep_slot * size, size};
       add_part(parts_, part);
@@ -338,6 +338,7 @@ void WakeUp::collect() {
 void WakeUp::map(PoolLock& lock) {
   Driver& driver = pool_->driver();
   try {
+    collect();
     const Unlocked unlocked(lock);
     vtensor::map(driver, runs_, mapped_);
     zero();

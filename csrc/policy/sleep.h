@@ -46,8 +46,7 @@ class FallAsleep {
  public:
   explicit FallAsleep(const std::shared_ptr<PagePool>& pool) : pool_(pool) {}
   ~FallAsleep() { give_up(); }
-  FallAsleep(const FallAsleep&) = delete;
-  FallAsleep& operator=(const FallAsleep&) = delete;
+  FallAsleep& operator=(FallAsleep&&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   // A number for the clients that are added from now on, which wake together.
@@ -97,8 +96,7 @@ class WakeUp {
   WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
          std::span<const std::uint64_t> numbers);
   ~WakeUp() { give_up(); }
-  WakeUp(const WakeUp&) = delete;
-  WakeUp& operator=(const WakeUp&) = delete;
+  WakeUp& operator=(WakeUp&&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   // Where the caller is to write the saved bytes.

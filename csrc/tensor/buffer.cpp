@@ -97,7 +97,7 @@ std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, co
     const PoolLock lock(pool);
     pool->reap();
     // Buffers alone are reusable.
-    cached = std::static_pointer_cast<Buffer>(pool->cached().find(shape));
+    cached = std::static_pointer_cast<Buffer>(pool->find_cached(shape));
   }
   if (cached && cached->reuse_cached(caller)) return cached;
   return make(pool, shape, caller);
@@ -293,15 +293,10 @@ void Buffer::leave() noexcept {
   owned_ = false;
   expected_.reset();
   pool_->want_no_more(*this);
-  pool_->cached().unclean.remove(hooks.unclean);
+  pool_->unclean().remove(hooks.unclean);
   release({0, range_.reserved()});
   assign({}, {});
   set_ready(0);
-}
-
-void Buffer::zero(const Caller& caller, Interval positions) {
-  PoolLock lock(pool_);
-  for (const Reservation::Bytes bytes : bytes_of(positions)) range_.zero(bytes, caller.stream);
 }
 
 std::vector<Reservation::Bytes> Buffer::bytes_of(Interval positions) const {
@@ -427,7 +422,7 @@ void Buffer::want_until(std::size_t end, bool soon) {
 void Buffer::announce(std::size_t end) {
   want_until(end, true);
   if (hooks.wanting.linked()) pool_->want_first(shared_from_this());
-  if (to_clean()) pool_->cached().add_unclean(shared_from_this());
+  if (to_clean()) pool_->clean_later(shared_from_this());
 }
 
 void Buffer::want(std::size_t index_end, bool soon) {
@@ -449,7 +444,8 @@ void Buffer::want(std::size_t index_end, bool soon) {
 
 void Buffer::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
   if (expected_ == nullptr) return Client::find_missing(arrival, pages);
-  arrival = find_expected();
+  // All expected pages at once: the owner has a whole prefix, or none of it.
+  arrival = range_.shared(expected_->indices(), expected_->all());
 }
 
 void Buffer::arrived_ahead(const Reservation::Arrival& arrival) {
@@ -473,13 +469,6 @@ void Buffer::give_back_unused() noexcept {
   const bool ends = !owned_ && generations_.empty() && asleep.load() == 0;
   if (ends && std::exchange(may_keep_, false)) try_to_cache();
   Client::give_back_unused();
-}
-
-void Buffer::free_range() {
-  row_faults_ = nullptr;
-  if (!placed()) return Client::free_range();
-  range_.end();
-  pool_->end_locked(std::exchange(host_, nullptr));
 }
 
 // -- reuse
@@ -510,10 +499,13 @@ void Buffer::try_to_cache() {
   for (std::size_t row = 0; row < range_.rows(); ++row)
     range_.each_page({row, pages}, [dirty](Page* page) { page->dirty = dirty; });
   range_.event(trace::What::cache, pages);
+  if (!dirty) return;
+  pool_->clean_later(shared_from_this());
+  pool_->wake_mapper();
 }
 
 void Buffer::evict() {
-  pool_->cached().remove(*this);
+  pool_->uncache(*this);
   release(Why::cached);
   if (busy_ || !pool_->looks_ahead()) return give_back_unused();
   pool_->settle_later(shared_from_this());  // its fences cost driver calls
@@ -539,7 +531,7 @@ bool Buffer::reuse_cached(const Caller& caller) {
   pace_ = {};
   take_error();
   range_.event(trace::What::reuse, cached());
-  pool_->cached().remove(*this);
+  pool_->uncache(*this);
   range_.set_why(cached(), Why::prefetched);
   ahead_changed();
   if (!ready_after_.empty()) pool_->settle_later(shared_from_this());
@@ -548,14 +540,6 @@ bool Buffer::reuse_cached(const Caller& caller) {
 }
 
 // -- reports
-
-std::size_t Buffer::mapped_pages() {
-  PoolLock lock(pool_);
-  pool_->reap();
-  PoolCounts counts;
-  count(counts);
-  return counts.mapped;
-}
 
 void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
   for (std::size_t index = extent_.begin; index < ready_end_; ++index) {

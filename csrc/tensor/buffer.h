@@ -92,8 +92,6 @@ class Buffer final : public Client {
   // streams that `use` has noted have passed this point. In a placed buffer, ready pages below
   // position `keep` stay.
   void retract(Interval positions, std::size_t keep = 0) noexcept;
-  // Zeroes `positions` of every row. Requires: they are the owner's.
-  void zero(const Caller& caller, Interval positions);
 
   // -- publication
 
@@ -142,10 +140,7 @@ class Buffer final : public Client {
   // refuses, in no buffer. Requires: the buffers are of one pool, each named once, without living
   // generations, and the driver remaps in one step, because the owner would lose a page that cannot
   // be put back.
-  struct Reindexing {
-    Buffer* buffer;
-    std::span<const std::size_t> rows;
-  };
+  using Reindexing = std::pair<Buffer*, std::span<const std::size_t>>;
   static void reindex(const Caller& caller, std::span<const Reindexing> all);
 
   // Whether some page of the buffer is copy-on-write.
@@ -182,7 +177,6 @@ class Buffer final : public Client {
 
   // -- for its pool: see Client
 
-  bool placed() const override { return host_ != nullptr; }
   void leave() noexcept override VT_LOCKED;
   void give_back_unused() noexcept override VT_LOCKED;
   // Pages leaving at `indices` that have no other reference, so they are free once unmapped.
@@ -190,14 +184,13 @@ class Buffer final : public Client {
   void evict() override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
 
-  std::size_t mapped_pages();
-  // As that, at once: no lock is waited for and nothing taken back, so that it may be a moment old.
+  // Mapped pages, at once: no lock is waited for and nothing taken back, so that it may be a moment
+  // old.
   std::size_t mapped_pages_seen() const noexcept { return range_.mapped(); }
 
  private:
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
-  void free_range() override VT_LOCKED;
   void find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   bool wants() const override VT_LOCKED { return expected_ != nullptr || Client::wants(); }
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
@@ -226,8 +219,6 @@ class Buffer final : public Client {
   void protect_origins(const Caller& caller, PageSetSpan page_sets) const;
   void map_shared(PoolLock& lock, const Caller& caller, Interval indices,
                   std::span<Page* const> pages) VT_LOCKED;
-  // The arrival that maps the expected pages.
-  Reservation::Arrival find_expected() const VT_LOCKED;
   // The expected pages are mapped: they become the owner's.
   void enter_expected() VT_LOCKED;
   void set_ready(std::size_t end) VT_LOCKED;
@@ -246,7 +237,6 @@ class Buffer final : public Client {
   // The members that growth over ready pages reads lie together: one step grows many buffers, whose
   // memory is cold.
   const RowGeometry geometry_;
-  Generation* host_ = nullptr;       // placed buffers only: keeps the host's range reserved
   RowFaults* row_faults_ = nullptr;  // known_'s range, if the buffer is a tensor's
   Interval positions_;               // changed with the lock; the owner reads it without it too
   Interval extent_ VT_GUARDED;       // page indices of positions_, and of an accepted longer prefix

@@ -79,32 +79,6 @@ struct Buffer::Growing {
   std::unique_ptr<Busy> busy;
 };
 
-namespace {
-
-// Pages that a growth takes after it has let the lock go: until then nothing else gets them.
-class Promise {
- public:
-  Promise(PageStore& store, std::size_t pages) VT_LOCKED : store_(store), pages_(pages) {
-    store_.promise(static_cast<std::ptrdiff_t>(pages));
-  }
-  ~Promise() VT_LOCKED { redeem(pages_); }
-  Promise(const Promise&) = delete;
-  Promise& operator=(const Promise&) = delete;
-
-  // About to be taken, as far as they were promised.
-  void redeem(std::size_t pages) VT_LOCKED {
-    pages = std::min(pages, pages_);
-    pages_ -= pages;
-    store_.promise(-static_cast<std::ptrdiff_t>(pages));
-  }
-
- private:
-  PageStore& store_;
-  std::size_t pages_;
-};
-
-}  // namespace
-
 // How many pages unsharing takes in all: if all that share a page unshare it, the last one keeps
 // it.
 std::size_t Buffer::fresh_pages_for(std::span<const Growing> all) {
@@ -176,14 +150,23 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
     one.arrival.range = &one.range;
     if (one.missing != 0) arriving.push_back(&one.arrival);
   }
+  // Pages that are taken once the lock was let go: until then nothing else gets them.
+  std::size_t promised = to_unshare;
+  pool->store().promise(static_cast<std::ptrdiff_t>(promised));
+  const auto redeem = [&](std::size_t pages) VT_LOCKED {
+    pages = std::min(pages, promised);
+    promised -= pages;
+    pool->store().promise(-static_cast<std::ptrdiff_t>(pages));
+  };
   try {
-    Promise promise(pool->store(), to_unshare);
     Reservation::map(lock, arriving, caller.stream, populate);
     for (Growing& one : all) {
-      promise.redeem(one.fresh());
+      redeem(one.fresh());
       one.finish(lock);
     }
+    redeem(promised);
   } catch (...) {
+    redeem(promised);
     for (Growing& one : all) one.buffer.note(caller);  // what came goes after the caller's work
     throw;
   }

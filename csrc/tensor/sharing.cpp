@@ -30,15 +30,10 @@ void Buffer::await_streams(PoolLock& lock, const Caller& caller) {
   require_no_capture(caller);
   const Busy busy(*this, lock, caller);
   work_.note(caller);
-  const std::vector<FencePtr> all = fences();
-  if (all.empty()) return;
-  const Waiting waiting(lock);
-  for (const FencePtr& fence : all) {
-    if (wait_for(driver_, fence, pool_->options().patience)) continue;
-    throw TimedOut(caller.operation, pool_->options().patience,
-                   "work launched on the device that uses this tensor has not ended; nothing was "
-                   "changed");
-  }
+  std::vector<FencePtr> all = fences();
+  pool_->await(lock, caller.operation,
+               "work launched on the device that uses this tensor (nothing was changed)",
+               [&] { return all_passed(driver_, all); });
 }
 
 // Prepares the buffer for sharing or reindexing its pages: waits for the work that may write to
@@ -242,11 +237,6 @@ void Buffer::map_shared(PoolLock& lock, const Caller& caller, Interval indices,
   range_.map(lock, arrival, caller.stream, false);
 }
 
-// All expected pages at once: the owner has a whole prefix, or none of it.
-Reservation::Arrival Buffer::find_expected() const {
-  return range_.shared(expected_->indices(), expected_->all());
-}
-
 void Buffer::enter_expected() {
   assign(expected_positions_, expected_->indices());
   expected_.reset();
@@ -255,7 +245,7 @@ void Buffer::enter_expected() {
 
 void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
   if (all.empty()) return;
-  const std::shared_ptr<PagePool>& pool = all.front().buffer->pool_;
+  const std::shared_ptr<PagePool>& pool = all.front().first->pool_;
   PoolLock lock(pool);
   pool->reap();
   std::vector<std::unique_ptr<Busy>> busy;

@@ -33,8 +33,7 @@ class Remapping {
     for (const Change& change : changes_) enter(change);
     if (failed_) changes_.front().range.store().break_down(failed_);
   }
-  Remapping(const Remapping&) = delete;
-  Remapping& operator=(const Remapping&) = delete;
+  Remapping& operator=(Remapping&&) = delete;
 
   // Begins a run of pages that are mapped in one state; `add` continues it.
   void begin(Reservation& range, std::size_t row, std::size_t index, Undo undo) VT_LOCKED {

@@ -146,8 +146,7 @@ class Ledger::Locked {
     }
   }
   ~Locked() { file_.unlock(kFileLock); }
-  Locked(const Locked&) = delete;
-  Locked& operator=(const Locked&) = delete;
+  Locked& operator=(Locked&&) = delete;
 
  private:
   const SharedFile& file_;

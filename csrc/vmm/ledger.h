@@ -45,8 +45,7 @@ class Ledger {
                                       std::uint64_t limit, Device device);
   // Gives the place up, and the file with the last one.
   ~Ledger();
-  Ledger(const Ledger&) = delete;
-  Ledger& operator=(const Ledger&) = delete;
+  Ledger& operator=(Ledger&&) = delete;
 
   const std::string& name() const { return name_; }
   std::uint64_t limit() const { return limit_; }

@@ -37,8 +37,7 @@ class PageStore {
   PageStore(Driver& driver, const PoolOptions& options, Ledger* ledger,
             std::function<void()> when_due);
   ~PageStore();
-  PageStore(const PageStore&) = delete;
-  PageStore& operator=(const PageStore&) = delete;
+  PageStore& operator=(PageStore&&) = delete;
 
   // -- the budget, in pages
 

@@ -100,8 +100,7 @@ class PageTable {
   }
 
   explicit PageTable(std::size_t rows) : rows_(rows) {}
-  PageTable(const PageTable&) = delete;
-  PageTable& operator=(const PageTable&) = delete;
+  PageTable& operator=(PageTable&&) = delete;
 
   std::size_t rows() const { return rows_; }
   // Page indices from here on are empty.

@@ -11,14 +11,10 @@ namespace vtensor {
 
 bool all_passed(Driver& driver, std::vector<FencePtr>& fences) {
   // Not erase_if: if the driver refuses to answer, no fence may be lost.
-  for (std::size_t i = 0; i < fences.size();) {
-    if (driver.passed(*fences[i])) {
-      std::swap(fences[i], fences.back());
-      fences.pop_back();
-    } else {
-      ++i;
-    }
-  }
+  const auto passed = std::partition(fences.begin(), fences.end(), [&driver](const FencePtr& one) {
+    return !driver.passed(*one);
+  });
+  fences.erase(passed, fences.end());
   return fences.empty();
 }
 

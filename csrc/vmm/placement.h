@@ -43,8 +43,7 @@ struct RowHome {
 class Placement {
  public:
   explicit Placement(Driver& driver) : driver_(driver) {}
-  Placement(const Placement&) = delete;
-  Placement& operator=(const Placement&) = delete;
+  Placement& operator=(Placement&&) = delete;
 
   // No pages of the row are taken any more.
   void close(RowHome& home) noexcept;

@@ -37,9 +37,7 @@ inline constexpr AnyPoolLock pool_lock;
 
 class PoolMutex {
  public:
-  PoolMutex() = default;
-  PoolMutex(const PoolMutex&) = delete;
-  PoolMutex& operator=(const PoolMutex&) = delete;
+  PoolMutex& operator=(PoolMutex&&) = delete;
 
   // Wakes threads that wait for a change of what the lock guards.
   void changed() { changed_.notify_all(); }
@@ -78,8 +76,7 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
       : pool_(std::move(pool)),
         lock_(pool_->mutex_, how) {}
   ~PoolLock() VT_END_OF_SCOPE { unlock(); }
-  PoolLock(const PoolLock&) = delete;
-  PoolLock& operator=(const PoolLock&) = delete;
+  PoolLock& operator=(PoolLock&&) = delete;
   explicit operator bool() const { return lock_.owns_lock(); }
 
   // Lets it go until the next change, or `until`; does not tidy.
@@ -89,28 +86,15 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
 
  private:
   friend class Unlocked;
-  friend class Waiting;
   void unlock() noexcept;
 
   std::shared_ptr<PoolMutex> pool_;
   std::unique_lock<std::mutex> lock_;
 };
 
-// Lets the lock go for its lifetime, to wait.
-class VT_THREAD_SAFETY(scoped_lockable) Waiting {
- public:
-  explicit Waiting(PoolLock& lock) VT_LETS_LOCK_GO : lock_(lock) { lock_.unlock(); }
-  ~Waiting() VT_END_OF_SCOPE { lock_.lock_.lock(); }
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
-
- private:
-  PoolLock& lock_;
-};
-
-// The same for driver calls, which may take as long as the device is busy. Operations that need all
-// driver calls to have ended, as fork(2) does, wait for its end. What the calls change is claimed
-// before.
+// Lets the lock go for its lifetime, for driver calls, which may take as long as the device is
+// busy. Operations that need all driver calls to have ended, as fork(2) does, wait for its end.
+// What the calls change is claimed before.
 class VT_THREAD_SAFETY(scoped_lockable) Unlocked {
  public:
   explicit Unlocked(PoolLock& lock) VT_LETS_LOCK_GO : lock_(lock) {
@@ -122,8 +106,7 @@ class VT_THREAD_SAFETY(scoped_lockable) Unlocked {
     --lock_.pool_->in_flight_;
     lock_.pool_->changed();
   }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
+  Unlocked& operator=(Unlocked&&) = delete;
 
  private:
   PoolLock& lock_;

@@ -99,8 +99,7 @@ class RangeReaders {
 
   // Waits for the caller's kernels first. What they may still read is left over if that fails.
   ~RangeReaders();
-  RangeReaders(const RangeReaders&) = delete;
-  RangeReaders& operator=(const RangeReaders&) = delete;
+  RangeReaders& operator=(RangeReaders&&) = delete;
 
   // Whether a sync would find anything new.
   bool stale() const;

@@ -195,7 +195,6 @@ Reservation::Departure Reservation::departing(std::span<const Interval> within) 
     for (std::size_t row = 0; row < rows(); ++row) {
       each_run(row, indices, kind, [&](const Run& run, int kind) {
         (kind > 0 ? departure.runs : asleep).push_back(run);
-        departure.pages += run.indices.size();
       });
     }
   }
@@ -234,8 +233,9 @@ void Reservation::enter(const Departure& departure) {
 }
 
 void Reservation::show_in(std::shared_ptr<SharedRange> shared) {
+  const std::vector<Run> mapped = collect({0, reserved()}, is_mapped);
   shared_ = std::move(shared);
-  for (const Run& run : collect({0, reserved()}, is_mapped)) show(run);
+  for (const Run& run : mapped) show(run);
 }
 
 void Reservation::show(const Run& run) {

@@ -66,7 +66,6 @@ class Reservation : public PageTable {
   struct Departure {
     std::vector<Run> runs;  // each of one state; runs of pages that sleep come last
     std::size_t awake = 0;  // runs of pages that do not sleep
-    std::size_t pages = 0;
 
     std::size_t done = 0;  // runs unmapped before the first refusal
     std::exception_ptr error;

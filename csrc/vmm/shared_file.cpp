@@ -86,10 +86,6 @@ bool SharedFile::make(const char* name, std::size_t bytes) {
          fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0;
 }
 
-bool SharedFile::reopen(int descriptor, int flags) {
-  return open(text("/proc/self/fd/", descriptor), flags);
-}
-
 bool SharedFile::make_socket(Descriptor& other) {
   const std::lock_guard no_fork(registry_mutex());
   std::array<int, 2> ends{-1, -1};
@@ -112,11 +108,6 @@ bool SharedFile::map(std::size_t bytes, std::size_t writable) {
   bytes_ = bytes;
   return mprotect(at, writable, PROT_READ | PROT_WRITE) == 0 &&
          madvise(at, bytes, MADV_DONTFORK) == 0;
-}
-
-int SharedFile::release() noexcept {
-  const std::lock_guard no_fork(registry_mutex());
-  return std::exchange(descriptor_, -1);
 }
 
 int SharedFile::try_lock(CallMeter* meter, off_t byte) const {

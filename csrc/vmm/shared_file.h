@@ -29,16 +29,13 @@ class SharedFile {
  public:
   SharedFile();
   ~SharedFile();
-  SharedFile(const SharedFile&) = delete;
-  SharedFile& operator=(const SharedFile&) = delete;
+  SharedFile& operator=(SharedFile&&) = delete;
 
   // These return false, with the reason in errno, if the system refuses.
 
   bool open(const std::string& path, int flags);
   // Makes a file without a name, of `bytes` zeros, whose size never changes.
   bool make(const char* name, std::size_t bytes);
-  // Opens the file behind `descriptor` anew: locks belong to an open file, not to a descriptor.
-  bool reopen(int descriptor, int flags);
   // Makes one end of a socket of packets; the other one is `other`.
   bool make_socket(Descriptor& other);
   // Owns `descriptor` from now on.
@@ -47,8 +44,6 @@ class SharedFile {
   bool map(std::size_t bytes, std::size_t writable);
 
   int descriptor() const { return descriptor_; }
-  // The caller closes the descriptor. Requires: nothing is mapped.
-  int release() noexcept;
   std::byte* at() const { return at_; }
   std::size_t bytes() const { return bytes_; }  // mapped
 

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "base/descriptor.h"
@@ -135,12 +136,15 @@ std::uint64_t SharedRange::oldest_held() const {
 }
 
 int SharedRange::open_for_reader(const char* operation) const {
-  SharedFile file;
+  int opened = -1;
   make_call(all_.driver_.meter(), operation, Call::open, EMFILE,
             "opening the memfd of a shared range anew",
-            "mount /proc, and raise the limit on descriptors (ulimit -n)",
-            [&] { return file.reopen(file_.descriptor(), O_RDWR); });
-  return file.release();
+            "mount /proc, and raise the limit on descriptors (ulimit -n)", [&] {
+              const std::string path = text("/proc/self/fd/", file_.descriptor());
+              opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+              return opened >= 0;
+            });
+  return opened;
 }
 
 // -- all ranges

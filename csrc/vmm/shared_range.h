@@ -93,8 +93,7 @@ class SharedRanges {
   // `when_kept` asks for a call of collect() before long.
   SharedRanges(Driver& driver, PageStore& store, std::function<void()> when_kept)
       : driver_(driver), store_(store), when_kept_(std::move(when_kept)) {}
-  SharedRanges(const SharedRanges&) = delete;
-  SharedRanges& operator=(const SharedRanges&) = delete;
+  SharedRanges& operator=(SharedRanges&&) = delete;
 
   // A range of `pages` pages with `words` words. `backed`: as it was reserved. Throws
   // InvalidArgument if the memory is not shareable, DriverError.

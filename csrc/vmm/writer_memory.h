@@ -53,8 +53,7 @@ class WriterMemory {
     ~Fetched() {
       for (const Handle page : pages_) memory_.drop(page);
     }
-    Fetched(const Fetched&) = delete;
-    Fetched& operator=(const Fetched&) = delete;
+    Fetched& operator=(Fetched&&) = delete;
 
    private:
     friend class WriterMemory;

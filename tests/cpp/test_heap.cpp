@@ -237,7 +237,7 @@ void hammer(PoolOptions options, bool refuse) {
     }
     hammered::come_to_rest(*pool);
     for (Subject& subject : subjects) {
-      const ArenaCounts left = subject.heap->counts().pages;
+      const PoolCounts left = subject.heap->counts().pages;
       CHECK(left.active + left.cached + left.prefetched + left.pinned == 0);
     }
     subjects.clear();
