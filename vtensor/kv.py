@@ -16,7 +16,7 @@ from vtensor._base.processes import Closes
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import whole_storage
 from vtensor._kv.layout import CacheLayout, layout_of, size_of
-from vtensor._kv.stats import USED, KVCacheStats, count
+from vtensor._kv.stats import KVCacheStats, count
 from vtensor._kv.write import Runs, check_batch, checked_states, one_or_several, runs_of, store, token_ids
 from vtensor.errors import Closed, InvalidArgument
 from vtensor.pool import Pool, pool_of
@@ -587,7 +587,7 @@ class KVCache(Closes, Drawn):
         elif _core.in_forked_child():
             state = "of another process"
         else:
-            state = f"{self._core.states.count(USED)} of {self.max_batch} slots in use"
+            state = f"{self._core.slots_used} of {self.max_batch} slots in use"
         return (
             f"<vtensor.KVCache {self._layout.num_layers} layers, max_len {self.max_len}, {self.dtype}, "
             f"{self._pool.device}, {state}>"

@@ -58,13 +58,17 @@ class Ranges {
     if (readers_.load() == 0) delete range;
   }
 
-  // Calls `read` with the range that has `at`, if there is one.
-  template <typename Read>
-  void find(std::uintptr_t at, Read read) noexcept {
-    ++readers_;
+  // The range that has `at`; null if there is none. Requires: the lock, or a call of `read`.
+  Range* at(std::uintptr_t at) const noexcept {
     Range* range = newest_.load();
     while (range != nullptr && at - range->base_ >= range->bytes_) range = range->next_.load();
-    if (range != nullptr) read(*range);
+    return range;
+  }
+  // For handlers: calls `body` with the range that has `at`, if there is one.
+  template <typename Body>
+  void read(std::uintptr_t at, Body body) noexcept {
+    ++readers_;
+    if (Range* const range = this->at(at)) body(*range);
     --readers_;
   }
 
@@ -194,7 +198,7 @@ void report(int to, int signal, const siginfo_t& info, const void* context) noex
   const auto at = address_of(info, context);
   if (!at) return;
   Text text;
-  ranges.find(*at, [&](Range& range) {
+  ranges.read(*at, [&](Range& range) {
     if (range.is_first_report(*at)) describe(text, range, *at, signal, info, context);
   });
   if (!text.view().empty()) write_in_time(to, text.view());
@@ -272,9 +276,9 @@ void Forget::operator()(Range* range) const noexcept {
 }
 
 bool asleep_at(std::uintptr_t at) noexcept {
-  bool asleep = false;
-  ranges.find(at, [&](const Range& range) { asleep = range.asleep(); });
-  return asleep;
+  const std::lock_guard lock(ranges);  // not as a handler, beside which a range would be left over
+  const Range* const range = ranges.at(at);
+  return range != nullptr && range->asleep();
 }
 
 void explain(int to) {

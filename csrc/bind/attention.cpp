@@ -43,11 +43,8 @@ std::optional<Numbers> numbers_of(const char* operation, nb::handle given) {
   return numbers;
 }
 
-// The first positions of a row, which a kernel reads or writes.
-struct RowNeed {
-  std::size_t row;
-  std::int64_t positions;
-};
+// A row, and how many of its first positions a kernel reads or writes.
+using RowNeed = std::pair<std::size_t, std::int64_t>;
 
 // What a kernel reads and writes.
 struct Launch {
@@ -116,7 +113,7 @@ std::optional<std::vector<RowNeed>> Launch::needs(std::int64_t of_rows,
   const bool one = ends->size() == 1;
   std::vector<RowNeed> needed;
   for (std::size_t i = 0; i < chosen->size() && (one || i < ends->size()); ++i)
-    needed.push_back({static_cast<std::size_t>((*chosen)[i]), (*ends)[one ? 0 : i] + added});
+    needed.emplace_back((*chosen)[i], (*ends)[one ? 0 : i] + added);
   return needed;
 }
 
@@ -143,8 +140,8 @@ nb::object view_of(const Launch& launch, nb::handle tensor, const TensorCore& co
   const std::int64_t holds = spec.size(transposed ? spec.grow_dim : dim, core.length());
   const auto needed = launch.needs(rank == kRowsRank ? spec.size(0, core.length()) : 1, holds);
   if (!needed || needed->empty() || !is_number(launch.lengths)) return view;
-  if (needed->front().positions == holds) return view;
-  return torch.narrow(view, dim, 0, static_cast<std::size_t>(needed->front().positions));
+  const std::int64_t read = needed->front().second;
+  return read == holds ? view : torch.narrow(view, dim, 0, static_cast<std::size_t>(read));
 }
 
 // Rows of a tensor that are slots of a cache, or parts of slots.
@@ -214,16 +211,16 @@ nb::object cache_of(const Launch& launch, nb::handle tensor) {
   }
   const auto needed = launch.needs(rank == kRowsRank ? seen.shape[0] : 1, seen.shape[dim]);
   if (!needed) return cache;
-  const CacheReading reading(*range.open);
-  for (const RowNeed& need : *needed) {
-    const std::size_t slot = rows->slot(need.row);
-    const std::int64_t tokens = rows->tokens(need.positions),
-                       has = reading->length_here(slot, range.group);
-    if (tokens > has)
-      refuse(launch.operation, tokens, " tokens of slot ", slot,
-             " are to be read or written, step() has made ", has,
-             " ready: call step(lengths) with those that are appended first, or pass fewer");
-  }
+  range.open->read([&](const SlotCache& of) {
+    for (const auto& [row, positions] : *needed) {
+      const std::size_t slot = rows->slot(row);
+      const std::int64_t tokens = rows->tokens(positions), has = of.length_here(slot, range.group);
+      if (tokens > has)
+        refuse(launch.operation, tokens, " tokens of slot ", slot,
+               " are to be read or written, step() has made ", has,
+               " ready: call step(lengths) with those that are appended first, or pass fewer");
+    }
+  });
   return cache;
 }
 

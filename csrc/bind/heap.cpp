@@ -78,7 +78,7 @@ class HeapCore {
     const Address address = allocate(bytes, {});
     Generation* generation;
     try {
-      generation = heap->publish(address);
+      generation = without_gil([&] { return heap->publish(address); });
     } catch (...) {
       heap->free({"memory.storage"}, address);
       throw;

@@ -54,7 +54,7 @@ class CacheCore {
     const Caller caller = caller_of("KVCache", {}, *pool);
     cache_ = with_memory(*pool, caller,
                          [&] { return OwnedSlotCache(new SlotCache(pool, shape, caller)); });
-    pool->add(prefixes_);
+    pool->add(open_);
   }
   ~CacheCore() {
     // A forked child has no mapper. The parent's may have held the mutex at the fork.
@@ -180,7 +180,8 @@ class CacheCore {
     }
     await(*pool, copied);
     if (!leaves) {
-      if (copied != nullptr) static_cast<void>(await_arrivals({}));  // readers see the slot then
+      const Operation op(*this, name);  // as it ends, readers see the slot
+      static_cast<void>(cache_->swaps().arrivals());
       return;
     }
     const Operation op(*this, name);
@@ -234,40 +235,33 @@ class CacheCore {
   }
 
   std::size_t row_bytes(std::size_t group) {
-    return read()->buffers().range(group)->range().row_bytes();
+    return open_->read(
+        [&](const auto& cache) { return cache.buffers().range(group)->range().row_bytes(); });
   }
-  std::size_t unit() { return read()->buffers().unit(); }
-  std::vector<std::size_t> begins(std::size_t slot) { return read()->buffers().begins(slot); }
+  std::size_t unit() {
+    return open_->read([](const auto& cache) { return cache.buffers().unit(); });
+  }
   std::size_t length(std::size_t slot, std::optional<std::size_t> band) {
-    const CacheReading cache = read();
-    return band ? cache->lengths().length(slot, *band) : cache->lengths().length(slot);
+    return open_->read([&](const SlotCache& cache) {
+      return band ? cache.lengths().length(slot, *band) : cache.lengths().length(slot);
+    });
   }
   Lengths lengths() {
-    const CacheReading cache = read();
-    return {cache->lengths().all().begin(), cache->lengths().all().end()};
+    return open_->read([](const SlotCache& cache) {
+      return Lengths(cache.lengths().all().begin(), cache.lengths().all().end());
+    });
   }
-  std::vector<int> states() {
-    const CacheReading cache = read();
-    std::vector<int> states;
-    for (std::size_t slot = 0; slot < cache->buffers().shape().slots; ++slot)
-      states.push_back(static_cast<int>(cache->lengths().state(slot)));
-    return states;
-  }
-  // Of each slot, the tokens of a row group that have pages.
-  Lengths lengths_here(std::size_t group) {
-    const CacheReading cache = read();
-    Lengths lengths;
-    for (std::size_t slot = 0; slot < cache->buffers().shape().slots; ++slot)
-      lengths.push_back(cache->length_here(slot, group));
-    return lengths;
+  std::size_t slots_used() {
+    return open_->read([](const SlotCache& cache) { return cache.lengths().count_used(); });
   }
   std::vector<bool> away(std::size_t slot) {
-    const CacheReading cache = read();
-    const bool used = cache->lengths().state(slot) == SlotState::used;
-    std::vector<bool> away;
-    for (const std::size_t band : cache->lengths().or_all({}))
-      away.push_back(used && cache->lengths().is_away(slot, band));
-    return away;
+    return open_->read([&](const SlotCache& cache) {
+      const bool used = cache.lengths().state(slot) == SlotState::used;
+      std::vector<bool> away;
+      for (const std::size_t band : cache.lengths().or_all({}))
+        away.push_back(used && cache.lengths().is_away(slot, band));
+      return away;
+    });
   }
 
   SlotCacheCounts counts() {
@@ -310,54 +304,18 @@ class CacheCore {
   }
 
  private:
-  // Gives prefixes up for other pools of a shared budget, between two operations. The mapper may
-  // hold it for longer than the cache lives.
-  class Prefixes final : public Shrinker {
-   public:
-    explicit Prefixes(std::shared_ptr<OpenCache> open) : open_(std::move(open)) {}
-    std::optional<std::size_t> shrink(std::size_t pages) noexcept override {
-      std::size_t given = 0;
-      const bool between =
-          between_operations([&](SlotCache& cache) { given = cache.prefixes().evict(pages); });
-      return between ? std::optional(given) : std::nullopt;
-    }
-    std::size_t shrinkable() noexcept override {
-      between_operations([this](SlotCache& cache) {
-        const PoolLock lock(cache.pool());
-        kept_ = cache.prefixes().evictable(SIZE_MAX);
-      });
-      return kept_;
-    }
-
-   private:
-    // False if an operation is under way.
-    template <typename Body>
-    bool between_operations(Body body) noexcept {
-      if (!open_->mutex.try_lock()) return false;
-      try {
-        if (open_->cache) body(*open_->cache);
-      } catch (const std::exception&) {
-        // No memory for the eviction: the prefixes stay.
-      }
-      open_->mutex.unlock();
-      return true;
-    }
-
-    const std::shared_ptr<OpenCache> open_;
-    std::size_t kept_ = 0;
-  };
-
-  // One operation on the cache. Raises the mapper's error for it, if there is one.
+  // One operation on the cache. Only wait_idle() raises what the driver refused the mapper for a
+  // slot (I10): the next step makes its own calls, and a free() must not fail for another slot.
   class Operation : public SoleOperation {
    public:
     Operation(CacheCore& core, const char* name, std::optional<Stream> stream = {})
         : SoleOperation(core.mutex_, core.cache_, name, stream), cache_(*core.cache_) {
-      cache_.buffers().range(0)->raise_error(name);  // this buffer is asleep if the slots are
+      cache_.pool()->store().raise_if_broken();
+      cache_.buffers().range(0)->raise_if_asleep(name);  // this buffer is asleep if the slots are
     }
     // Readers in other processes see whole steps.
     ~Operation() { cache_.show_lengths(); }
-    Operation(const Operation&) = delete;
-    Operation& operator=(const Operation&) = delete;
+    Operation& operator=(Operation&&) = delete;
     // As with_memory(). If memory is short, evicts prefixes that no request uses.
     void run_evicting(const std::function<void()>& body) const {
       with_memory(body, [this](unsigned tries) { return cache_.evict(tries); });
@@ -376,8 +334,6 @@ class CacheCore {
     SlotCache& cache_;
   };
 
-  CacheReading read() const { return CacheReading(*open_); }
-
   static void await(PagePool& pool, const FencePtr& fence) {
     constexpr std::chrono::milliseconds kLook{50};
     const auto until = std::chrono::steady_clock::now() + pool.options().patience;
@@ -394,7 +350,6 @@ class CacheCore {
   OwnedSlotCache& cache_ = open_->cache;
   OperationMutex& mutex_ = open_->mutex;
   std::atomic<bool> closed_{false};
-  const std::shared_ptr<Prefixes> prefixes_ = std::make_shared<Prefixes>(open_);
 };
 
 }  // namespace
@@ -402,7 +357,9 @@ class CacheCore {
 void bind_slot_cache(nb::module_& module) {
   using Counts = SlotCacheCounts;
   bind_fields(nb::class_<Counts>(module, "SlotCacheCounts"), VT_FIELD(Counts, pages),
-              VT_FIELD(Counts, distinct), VT_FIELD(Counts, shared), VT_FIELD(Counts, swapped_bytes),
+              VT_FIELD(Counts, free), VT_FIELD(Counts, used), VT_FIELD(Counts, swapped),
+              VT_FIELD(Counts, tokens), VT_FIELD(Counts, live_bytes), VT_FIELD(Counts, distinct),
+              VT_FIELD(Counts, shared), VT_FIELD(Counts, swapped_bytes),
               VT_FIELD(Counts, prefix_units), VT_FIELD(Counts, prefix_evictions),
               VT_FIELD(Counts, prefix_queries), VT_FIELD(Counts, prefix_hits));
 
@@ -446,12 +403,10 @@ void bind_slot_cache(nb::module_& module) {
       .def("swap_in", &CacheCore::swap_in, "slots"_a, no_bands)
       .def("wait", &CacheCore::wait, "slot"_a, "layer"_a = nb::none())
       .def("await_arrivals", &CacheCore::await_arrivals)
-      .def("begins", &CacheCore::begins)
       .def("open_for_readers", &CacheCore::open_for_readers)
       .def("storage", &CacheCore::storage, "row_group"_a, "cache"_a)
       .def("row_bytes", &CacheCore::row_bytes)
       .def("length", &CacheCore::length, "slot"_a, "band"_a = nb::none())
-      .def("lengths_here", &CacheCore::lengths_here)
       .def("away", &CacheCore::away)
       .def("counts", &CacheCore::counts)
       .def("pages", &CacheCore::pages)
@@ -459,7 +414,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("fall_asleep", &CacheCore::fall_asleep, "sleep"_a, "discard"_a)
       .def_prop_ro("unit", &CacheCore::unit)
       .def_prop_ro("lengths", &CacheCore::lengths)
-      .def_prop_ro("states", &CacheCore::states)
+      .def_prop_ro("slots_used", &CacheCore::slots_used)
       .def_prop_ro("closed", &CacheCore::closed);
 }
 

@@ -5,7 +5,8 @@
 
 #include <cstddef>
 #include <memory>
-#include <mutex>
+#include <optional>
+#include <utility>
 
 #include "base/errors.h"
 #include "bind/operation.h"
@@ -15,24 +16,52 @@ namespace vtensor::bind {
 
 namespace nb = nanobind;
 
-// What a KVCache shares with the views of its layers, and with the mapper.
-struct OpenCache {
+// What a KVCache shares with the views of its layers, and with the mapper, which has it give up
+// prefixes for other pools of a shared budget, between two operations. Both may hold it for longer
+// than the cache lives.
+struct OpenCache final : Shrinker {
+  // The result of `get`, which reads the cache between two operations. Throws Closed, and Error in
+  // a forked child.
+  template <typename Get>
+  auto read(const Get& get) {
+    const auto lock = mutex.hold("KVCache");
+    if (cache == nullptr) throw Closed("[KVCache] the cache is closed: make a new one");
+    return get(std::as_const(*cache));
+  }
+  std::optional<std::size_t> shrink(std::size_t pages) noexcept override {
+    std::size_t given = 0;
+    const bool between = between_operations([&] { given = cache->prefixes().evict(pages); });
+    return between ? std::optional(given) : std::nullopt;
+  }
+  std::size_t shrinkable() noexcept override {
+    between_operations([this] {
+      const PoolLock lock(cache->pool());
+      kept = cache->prefixes().evictable(SIZE_MAX);
+    });
+    return kept;
+  }
+
   OwnedSlotCache cache;  // null once closed; set with the GIL held, during an operation
   OperationMutex mutex{"cache"};
-};
-
-// Reads a cache between two operations. Throws Closed, and Error in a forked child.
-class CacheReading {
- public:
-  explicit CacheReading(OpenCache& open)
-      : lock_(open.mutex.hold("KVCache")), cache_(open.cache.get()) {
-    if (cache_ == nullptr) throw Closed("[KVCache] the cache is closed: make a new one");
-  }
-  const SlotCache* operator->() const { return cache_; }
+  std::size_t kept = 0;  // pages of prefixes, as last counted
 
  private:
-  const std::unique_lock<OperationMutex> lock_;
-  const SlotCache* const cache_;
+  // False if an operation is under way.
+  template <typename Body>
+  bool between_operations(const Body& body) noexcept {
+    if (!mutex.try_lock()) return false;
+    try {
+      if (cache == nullptr) {
+        kept = 0;
+      } else {
+        body();
+      }
+    } catch (const std::exception&) {
+      // No memory for the eviction: the prefixes stay.
+    }
+    mutex.unlock();
+    return true;
+  }
 };
 
 // The address range of one row group: row r of slot s is its row r * slots + s. An attribute of the

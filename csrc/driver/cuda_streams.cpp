@@ -15,7 +15,7 @@ namespace vtensor {
 // destroys the events, in a fence or not.
 class CudaEvents {
  public:
-  // Null if none is free: the caller makes one and adds it.
+  // Null if none is free: the caller makes one and adds it, or null if it cannot.
   CUevent take() {
     const std::lock_guard lock(mutex_);
     if (!free_.empty()) {
@@ -33,7 +33,11 @@ class CudaEvents {
   }
   void add(CUevent event) {
     const std::lock_guard lock(mutex_);
-    all_.push_back(event);
+    if (event == nullptr) {
+      --made_;
+    } else {
+      all_.push_back(event);
+    }
   }
   void give_back(CUevent event) noexcept {
     const std::lock_guard lock(mutex_);
@@ -54,14 +58,13 @@ namespace {
 
 class CudaFence final : public Fence {
  public:
-  CudaFence(std::shared_ptr<CudaEvents> events, CUevent event)
-      : event(event), events_(std::move(events)) {}
+  explicit CudaFence(std::shared_ptr<CudaEvents> events) : events_(std::move(events)) {}
   ~CudaFence() override {
     // In a forked child another thread's copy of the lock may be held for ever.
-    if (!in_forked_child()) events_->give_back(event);
+    if (event != nullptr && !in_forked_child()) events_->give_back(event);
   }
 
-  const CUevent event;
+  CUevent event = nullptr;
   mutable std::atomic<bool> passed{false};  // seen once, true for ever
 
  private:
@@ -120,13 +123,17 @@ FencePtr CudaStreams::fence(Stream stream) {
 }
 
 FencePtr CudaStreams::record(const char* operation, Stream stream) {
-  CUevent event = events_->take();
-  if (event == nullptr) {
-    cuda_.require(operation, cuda_.cuEventCreate, &event, CU_EVENT_DISABLE_TIMING);
-    events_->add(event);
+  const auto fence =
+      std::make_shared<CudaFence>(events_);  // first: no event is lost without memory
+  fence->event = events_->take();
+  if (fence->event == nullptr) {
+    CUevent made = nullptr;
+    const CUresult code = cuda_.call(cuda_.cuEventCreate, &made, CU_EVENT_DISABLE_TIMING);
+    events_->add(code == CUDA_SUCCESS ? made : nullptr);
+    cuda_.check(operation, Call::cuEventCreate, code);
+    fence->event = made;
   }
-  auto fence = std::make_shared<const CudaFence>(events_, event);
-  cuda_.require(operation, cuda_.cuEventRecord, event, handle_of(stream));
+  cuda_.require(operation, cuda_.cuEventRecord, fence->event, handle_of(stream));
   return fence;
 }
 

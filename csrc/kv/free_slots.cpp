@@ -12,8 +12,6 @@ FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers), listed_as_(buffe
   for (std::size_t slot = 0; slot < listed_as_.size(); ++slot) list(slot, 0);
 }
 
-std::size_t FreeSlots::count() const { return ready_.size() + settling_.size(); }
-
 void FreeSlots::require(const Caller& caller, std::size_t n) const {
   if (has(n)) return;
   throw NoFreeSlot("[", caller.operation, "] need ", n, " free slots, ", count(), " of ",
@@ -67,9 +65,10 @@ bool FreeSlots::confirm(Ready::iterator listed, Fit& seen) {
   const auto [cached, slot] = *listed;
   seen = fit(slot);
   if (seen.ready && seen.cached == cached) return true;
-  ready_.erase(listed);
+  auto node = ready_.extract(listed);  // listing it anew takes no memory
   if (seen.ready) {
-    list(slot, seen.cached);
+    listed_as_[slot] = node.value().first = seen.cached;
+    ready_.insert(std::move(node));
   } else {
     add(slot);
   }

@@ -25,7 +25,7 @@ class FreeSlots {
   explicit FreeSlots(SlotBuffers& buffers);
 
   // Whether `n` slots are free, counting slots whose pages are still leaving.
-  bool has(std::size_t n) const { return n <= ready_.size() || n <= count(); }
+  bool has(std::size_t n) const { return n <= count(); }
   // Throws NoFreeSlot.
   void require(const Caller& caller, std::size_t n) const;
 
@@ -49,7 +49,7 @@ class FreeSlots {
   using Ready = std::set<std::pair<std::size_t, std::size_t>>;
   using Choice = std::optional<std::size_t>;
 
-  std::size_t count() const;
+  std::size_t count() const { return ready_.size() + settling_.size(); }
   Fit fit(std::size_t slot) const VT_LOCKED;
   void list(std::size_t slot, std::size_t cached);
   void admit_settled() VT_LOCKED;

@@ -28,8 +28,7 @@ class PrefixIndex {
   // `unit`: tokens of one edge.
   explicit PrefixIndex(std::size_t unit) : unit_(unit) {}
   ~PrefixIndex() { clear(); }
-  PrefixIndex(const PrefixIndex&) = delete;
-  PrefixIndex& operator=(const PrefixIndex&) = delete;
+  PrefixIndex& operator=(PrefixIndex&&) = delete;
 
   std::size_t unit() const { return unit_; }
   // Units in the index.

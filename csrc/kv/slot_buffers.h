@@ -24,8 +24,7 @@ class SlotBuffers {
   SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
               const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller);
   ~SlotBuffers() { close(); }
-  SlotBuffers(const SlotBuffers&) = delete;
-  SlotBuffers& operator=(const SlotBuffers&) = delete;
+  SlotBuffers& operator=(SlotBuffers&&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   const SlotCacheShape& shape() const { return shape_; }

@@ -22,8 +22,7 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
       swaps_(buffers_, *lengths_),
       prefixes_(buffers_.unit()),
       prompts_(buffers_.shape().slots),
-      expects_(buffers_.shape().slots),
-      stream_(caller.stream) {
+      expects_(buffers_.shape().slots) {
   due_.reserve(buffers_.shape().slots);
 }
 
@@ -87,6 +86,19 @@ SlotCacheCounts SlotCache::counts() {
     buffer->count(counts.pages);
     counts.shared += buffer->range().add_pages(seen);
   }
+  for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot) {
+    const SlotState state = lengths_->state(slot);
+    counts.free += state == SlotState::free;
+    counts.used += state == SlotState::used;
+    counts.swapped += state == SlotState::swapped;
+    counts.tokens += lengths_->length(slot);
+    if (state != SlotState::used) continue;
+    for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+      const RowGroup& rows = buffers_.group(group);
+      counts.live_bytes += rows.rows * rows.item_bytes *
+                           sub_sat(lengths_->here(slot, rows.band), buffers_.begins(slot)[group]);
+    }
+  }
   counts.distinct = seen.size();
   counts.swapped_bytes = swaps_.bytes();
   counts.prefix_units = prefixes_.size();
@@ -104,9 +116,15 @@ std::vector<PageRecord> SlotCache::pages(std::size_t slot, std::size_t group) {
 
 std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
   const std::size_t slot = free_.take(caller, expected);
-  lengths_->begin(slot, 0);
+  begin(caller, slot, 0);
   look_further({&slot, 1});
   return slot;
+}
+
+// A slot that begins has noted its caller's stream alone.
+void SlotCache::begin(const Caller& caller, std::size_t slot, std::size_t length) {
+  if (caller.stream != stream_) stream_.reset();
+  lengths_->begin(slot, length);
 }
 
 void SlotCache::leave(std::size_t slot) noexcept {

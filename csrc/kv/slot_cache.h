@@ -25,7 +25,10 @@
 namespace vtensor {
 
 struct SlotCacheCounts {
-  PoolCounts pages;               // of this cache's slots
+  PoolCounts pages;                             // of this cache's slots
+  std::size_t free = 0, used = 0, swapped = 0;  // slots
+  std::size_t tokens = 0;
+  std::size_t live_bytes = 0;     // that the tokens need in pages
   std::size_t distinct = 0;       // pages mapped, counted once
   std::size_t shared = 0;         // of the distinct pages: mapped in several slots or in the index
   std::size_t swapped_bytes = 0;  // host memory of swapped slots
@@ -41,8 +44,7 @@ class SlotCache {
   // Reserves the addresses. Throws CapacityExceeded, DriverError.
   SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape, const Caller& caller);
   ~SlotCache();
-  SlotCache(const SlotCache&) = delete;
-  SlotCache& operator=(const SlotCache&) = delete;
+  SlotCache& operator=(SlotCache&&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   const SlotBuffers& buffers() const { return buffers_; }
@@ -167,6 +169,7 @@ class SlotCache {
   void leave(std::size_t slot) noexcept;
   // Readers in other processes see no more of the slot from now on.
   void hide(std::size_t slot, std::size_t length) noexcept;
+  void begin(const Caller& caller, std::size_t slot, std::size_t length);
   void await_arrival(const Caller& caller, std::size_t slot);
   void require_kept(const Caller& caller, std::size_t group, std::size_t layer,
                     const Write& write) const;
@@ -186,7 +189,7 @@ class SlotCache {
   // Scratch of one step, kept to avoid allocating.
   std::vector<std::size_t> due_;
   std::vector<Growth> growths_;
-  Stream stream_;  // the last one that `use` noted
+  std::optional<Stream> stream_;  // what `use` last noted, if all slots in use have noted it
 };
 
 using OwnedSlotCache = std::unique_ptr<SlotCache, DeleteUnlessForked>;

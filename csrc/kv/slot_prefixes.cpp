@@ -48,7 +48,7 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
       buffers_.at(slot, group).accept(caller, positions, page_sets[group], deferred);
     }
     if (source) buffers_.begin_as(slot, *source);
-    lengths_->begin(slot, length);
+    begin(caller, slot, length);
     prompts_[slot] = {std::move(tokens), 0};
     expects_[slot] = deferred;
     look_further({&slot, 1});

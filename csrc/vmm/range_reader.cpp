@@ -66,7 +66,7 @@ RangeReader::RangeReader(const Descriptor& file, const shared::Facts& facts, Wri
   CallMeter& meter = memory_.driver().meter();
   // Locks are of an open file, and the one that was received may be another reader's too.
   make_call(meter, kOperation, Call::open, EMFILE, "opening the memfd of a shared range anew",
-            kRemedy, [&] { return file_.reopen(file.get(), O_RDWR); });
+            kRemedy, [&] { return file_.open(text("/proc/self/fd/", file.get()), O_RDWR); });
   make_call(meter, kOperation, Call::mmap, ENOMEM, "mapping that memfd", kRemedy,
             [&] { return file_.map(sizes.file(), shared::kMostReaders * sizeof(shared::Place)); });
   parts_ = {file_.at(), sizes};
@@ -202,12 +202,16 @@ void RangeReader::map_fresh(const Table& table) {
   std::size_t mapped = 0;
   try {
     memory_.driver().map(runs, memory_.access(), mapped);
-  } catch (const Error&) {
+  } catch (...) {
     unmap_first(runs, mapped);  // perhaps they are without access
     throw;
   }
-  each_run(table, false, true,
-           [&](std::size_t n, std::span<const Entry> entries) { enter(n, entries); });
+  // Not by runs, which take memory.
+  for (const auto& [block, entries] : table.blocks) {
+    for (std::size_t i = 0, n = block * shared::kBlock; i < entries.size(); ++i, ++n) {
+      if (entries_[n] == 0 && entries[i] != 0) enter(n, entries[i]);
+    }
+  }
 }
 
 void RangeReader::unmap_first(std::span<const PageRun> runs, std::size_t pages) {
@@ -217,7 +221,7 @@ void RangeReader::unmap_first(std::span<const PageRun> runs, std::size_t pages) 
       if (n != 0) memory_.driver().unmap(run.at, n);
       pages -= n;
     }
-  } catch (const Error&) {
+  } catch (...) {
     memory_.break_down(std::current_exception());
   }
 }

@@ -72,8 +72,8 @@ void let_go(std::shared_ptr<PagePool>& pool) {
   slots::Bench<T>::await_end();
 }
 
-// I3: each slot has the positions that its length says.
-void check_lengths(const SlotCache& cache) {
+// I3: each slot has the positions that its length says. Each other slot is free.
+void check_slots(SlotCache& cache) {
   for (std::size_t slot = 0; slot < cache.buffers().shape().slots; ++slot) {
     if (cache.lengths().state(slot) != SlotState::used || cache.expects(slot)) continue;
     for (std::size_t group = 0; group < cache.buffers().groups(); ++group) {
@@ -81,6 +81,9 @@ void check_lengths(const SlotCache& cache) {
       CHECK(intersection(needed, cache.buffers().at(slot, group).positions()) == needed);
     }
   }
+  const std::size_t slots = cache.buffers().shape().slots;
+  for (std::size_t used = cache.lengths().count_used(); used < slots; ++used)
+    CHECK_NOTHROW(cache.alloc(kCaller, 0));
 }
 
 using Operation = std::function<void()>;
@@ -107,7 +110,7 @@ void each_allocation(const std::string& name, const std::function<Operation(Benc
         allowed = -1;
       }
       CHECK_NOTHROW(bench.pool->check_invariants());
-      if (bench.cache) check_lengths(*bench.cache);
+      if (bench.cache) check_slots(*bench.cache);
       bench.end();
       bench.pool->retire();
       CHECK_NOTHROW(bench.pool->wait_idle(kPatience));
@@ -389,6 +392,17 @@ TEST_CASE_TEMPLATE("slots", T, OnHost, OnSimulation) {
       return [&cache = *bench.cache] {
         cache.alloc({"test", cache.pool()->driver().copy_stream()}, 10);
       };
+    });
+    each_allocation<T>("alloc after an eviction", [&](Bench& bench) {
+      open(bench);
+      std::vector<std::int64_t> lengths(4);
+      lengths[bench.cache->alloc(kCaller, 40)] = 40;
+      bench.cache->step(kCaller, lengths);
+      bench.cache->free(kCaller, 0);
+      bench.cache->alloc(kCaller, 40);
+      bench.cache->free(kCaller, 0);  // listed with what it has cached
+      bench.pool->trim();
+      return [&cache = *bench.cache] { cache.alloc(kCaller, 10); };
     });
     each_allocation<T>("truncate in a stream", [&](Bench& bench) {
       open(bench);

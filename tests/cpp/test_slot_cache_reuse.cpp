@@ -231,6 +231,28 @@ TEST_CASE("work of a stream that was current at a room step is waited for") {
   control.destroy_stream(stream);
 }
 
+TEST_CASE("a step's stream is noted for a slot that began in another (I7)") {
+  Bench<OnSimulation> bench(plain(2), 100);
+  const SimcudaControl& control = OnSimulation::control();
+  const std::uint64_t stream = control.make_stream(0);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 4));
+  const std::size_t fork = bench.cache->fork({"test", stream}, slot, 1).front();
+  const auto at = reinterpret_cast<std::uintptr_t>(bench.item(fork, 0, 0, 0));
+  bench.free(slot);
+  CHECK(bench.step(bench.lengths()));  // whose kernels read the fork
+  control.hold(kCaller.stream);
+  CHECK(control.launch(kCaller.stream, at, kPage, 0) == 0);
+  bench.cache->free({"test", stream, true}, fork);
+  bench.pool->trim();
+  CHECK(bench.pool->counts().mapped == 2);
+  control.release(kCaller.stream);
+  bench.pool->wait_idle(kPatience);
+  CHECK(control.illegal_accesses() == 0);
+  bench.cache.reset();
+  control.destroy_stream(stream);
+}
+
 TEST_CASE("zeroing that no fence follows wipes out nothing that a step wrote") {
   const auto& control = OnSimulation::control();
   Bench<OnSimulation> bench(plain(1), 100, {.prefetch = 8 * kPage});

@@ -144,7 +144,7 @@ def test_every_call_refused_once(cache, first):
             cache.wait(slot)
             holds(cache, slot, min(PREFIX, cache.length(slot)))
         for held in range(cache.max_batch):
-            if cache._core.states[held] != 0:
+            with suppress(vtensor.InvalidArgument):  # it is free
                 cache.free(held)
         with suppress(vtensor.DriverError):  # of the mapper's, looking ahead
             cache.pool.wait_idle()

@@ -7,7 +7,7 @@ import torch
 
 import vtensor
 from kv_support import PAGE, RANGES, UNIT, filled, grown, lengths_with, make_cache, used
-from support import calls
+from support import calls, eventually
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -82,6 +82,23 @@ def test_pages_of_closed_tensors(pool_of, kind):
         assert pool.stats().pages_cached == 8
         announced(cache, slot, 7 * UNIT)
         steps_without_a_call(cache, slot, 7 * UNIT)
+
+
+def test_what_the_driver_refuses_the_mapper_is_raised_once(pool_factory):
+    """I10: by wait_idle(), also if the slot has another owner by then."""
+    with make_cache(pool_factory("host", 40 * RANGES, prefetch=1 << 20)) as cache:
+        slot = cache.alloc()
+        with testing.fail_after(cache.pool, 0, 1) as refused:
+            cache.prepare(lengths_with(cache, slot, PROMPT))
+            eventually(lambda: refused)
+        assert grown(cache, slot, 1)
+        cache.free(slot)
+        assert cache.alloc() == slot
+        with pytest.raises(vtensor.DriverError, match="refused"):
+            cache.pool.wait_idle()
+        assert grown(cache, slot, PROMPT)
+        cache.pool.wait_idle()
+        testing.check_invariants(cache.pool)
 
 
 def published(cache, units: int) -> None:

@@ -462,6 +462,21 @@ def test_prefixes_count_as_what_others_can_do_without(name):
         cache.close()
 
 
+def test_a_closed_cache_promises_nothing(name):
+    with budgeted(name, 256) as keeper, budgeted(name, 256) as pool:
+        cache = prefixes(keeper, 64)
+        t = pages(pool, 256 - held(keeper)[0])
+        other = make_cache(pool)
+        lengths = lengths_with(other, other.alloc(), 8)
+        assert other.fits(lengths)
+        cache.close()
+        kept = pages(keeper, 256 - len(t))
+        assert not other.fits(lengths) and not other.step(lengths)
+        kept.close()
+        other.close()
+        t.close()
+
+
 def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
     with budgeted(name, 256) as keeper, budgeted(name, 256) as pool:
         over = threading.Event()

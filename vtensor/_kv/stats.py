@@ -8,9 +8,6 @@ from vtensor import _core
 from vtensor._kv.layout import CacheLayout
 from vtensor.pool import Pool
 
-FREE, USED, SWAPPED = range(3)
-"""States of a slot in the core."""
-
 
 @dataclass(frozen=True)
 class KVCacheStats:
@@ -75,20 +72,13 @@ class KVCacheStats:
 def count(core: _core.CacheCore, layout: CacheLayout, pool: Pool) -> KVCacheStats:
     """Counts a cache at this moment."""
     counts = core.counts()
-    states, lengths = core.states, core.lengths
-    pages, size = counts.pages, pool.page_size
-    begins = {slot: core.begins(slot) for slot, state in enumerate(states) if state == USED}
-    live = 0
-    for at, row_group in enumerate(layout.row_groups):
-        here = core.lengths_here(at)  # 0 if its band is away
-        tokens = sum(max(0, here[slot] - kept[at]) for slot, kept in begins.items())
-        live += row_group.rows * row_group.item_bytes * tokens
+    pages, size, live = counts.pages, pool.page_size, counts.live_bytes
     return KVCacheStats(
         page_size=size,
-        slots_used=states.count(USED),
-        slots_free=states.count(FREE),
-        slots_swapped=states.count(SWAPPED),
-        tokens=sum(lengths),
+        slots_used=counts.used,
+        slots_free=counts.free,
+        slots_swapped=counts.swapped,
+        tokens=counts.tokens,
         unit=core.unit,
         page_tokens=layout.page_tokens(size),
         ranges=layout.ranges,
