@@ -492,7 +492,8 @@ def empty_like(
 
     Args:
         t: a VTensor or a plain tensor. A VTensor gives the defaults of ``grow_dim``, ``capacity``, ``pool``,
-            ``when_full`` and ``tag``. With a plain tensor, ``grow_dim=`` and ``capacity=`` are required.
+            ``when_full`` and ``tag``; a reader (``vtensor.sharing``) those but ``pool`` and ``tag``. With a
+            plain tensor, ``grow_dim=`` and ``capacity=`` are required.
         capacity, pool, options: as for :func:`empty`.
 
     Raises:
@@ -503,9 +504,10 @@ def empty_like(
     if isinstance(t, VTensor):
         options.setdefault("grow_dim", t.grow_dim)
         options.setdefault("when_full", t.when_full)
-        options.setdefault("tag", t._sleeps_as)
         capacity = t.capacity if capacity is None else capacity
-        pool = t.pool if pool is None and "device" not in options else pool
+        if isinstance(t._core, TensorCore):  # a reader has no tag, and its pool is in another process
+            options.setdefault("tag", t._sleeps_as)
+            pool = t.pool if pool is None and "device" not in options else pool
     if capacity is None or "grow_dim" not in options:
         raise InvalidArgument("[empty_like] of a plain tensor needs grow_dim= and capacity=")
     options.setdefault("dtype", t.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 from vtensor import _core
 from vtensor.errors import InvalidArgument
-from vtensor.tensor import VTensor
+from vtensor.tensor import TensorCore, VTensor
 
 __all__ = ["reindex", "reserve"]
 
@@ -36,10 +36,7 @@ def reindex(
         raise InvalidArgument(
             f"[together.reindex] {len(tensors)} tensors and {len(indices)} indices: give one for each"
         )
-    try:
-        cores = [tensor._core for tensor in tensors]
-    except AttributeError:
-        raise InvalidArgument("[together.reindex] one of the tensors is no VTensor: give VTensors") from None
+    cores = [_core_of("together.reindex", tensor) for tensor in tensors]
     _core.reindex(cores, tensors, indices, list(states))
 
 
@@ -53,6 +50,11 @@ def reserve(tensor: VTensor, capacity: int) -> None:
         CapacityExceeded: if ``capacity`` is below the length, or exceeds the address space.
         OutOfPages, DriverError: as for ``VTensor.reallocate``. Nothing was changed.
     """
-    if not isinstance(tensor, VTensor):
-        raise InvalidArgument(f"[together.reserve] tensor is a {type(tensor).__name__}: give a VTensor")
-    tensor._core.reserve(tensor, capacity)
+    _core_of("together.reserve", tensor).reserve(tensor, capacity)
+
+
+def _core_of(operation: str, tensor: VTensor) -> TensorCore:
+    core = getattr(tensor, "_core", None)
+    if not isinstance(core, TensorCore):  # a reader is a VTensor too, of a core that moves nothing
+        raise InvalidArgument(f"[{operation}] a tensor is a {type(tensor).__name__}: give a VTensor")
+    return core

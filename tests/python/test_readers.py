@@ -309,7 +309,12 @@ def test_a_reader_is_a_tensor_like_any_other(pool, other):
     ):
         kind, text = other.evaluate(write)
         assert kind == "VTensorError" and "belongs to another process" in text, write
+    for move in ("reserve(r, 9)", "reindex([r], [[0, 0]])"):
+        kind, text = other.evaluate(f"vtensor.together.{move}")
+        assert kind == "InvalidArgument" and "a Reader: give a VTensor" in text, move
     assert torch.equal(other.evaluate("__import__('copy').deepcopy(r)"), t)
+    like = "(lambda made: (made.shape, made.dtype, made.capacity, made.pool.device))(vtensor.empty_like(r))"
+    assert other.evaluate(like) == (t.shape, t.dtype, 4096, torch.device("cpu"))
     kind, text = other.evaluate("multiprocessing.reduction.ForkingPickler.dumps(r)")
     assert kind == "VTensorError"
     assert other.close() is None

@@ -43,8 +43,8 @@ rows.reindex(<5 | None | [] | [[0], [1]] | ['a'] | 'ab' | torch.ones(2, 2).long(
 rows.reindex([NO_INTEGER])
 rows.reindex(<torch.tensor([True, False]) | [True, False] | (False, True)>) -> give integers
 rows.reindex(torch.ones(1, device='meta', dtype=torch.int)) -> index is a Tensor without memory
-vtensor.together.reindex([torch.ones(2, 3)], [[0]]) -> give VTensors
-vtensor.together.reserve(torch.ones(2, 3), 3) -> give a VTensor
+vtensor.together.reindex([<torch.ones(2, 3) | cache>], [[0]]) -> give a VTensor
+vtensor.together.reserve(<torch.ones(2, 3) | cache>, 3) -> give a VTensor
 vtensor.together.reindex([rows, floats], <[[1, 0]] | [[1, 0]] * 3>) -> 2 tensors and
 t.append(NO_TENSOR)
 floats.append(torch.ones(<2, 1, 5, 6 | 1, 1, 5, 7 | 2, 5, 7 | 2, 1, 5, 7, 1 | () | 35>)) -> (2, 3, 5, 7)
