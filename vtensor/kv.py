@@ -245,7 +245,8 @@ class KVCache(Closes, Drawn):
         Raises:
             InvalidArgument, CapacityExceeded: as :meth:`step` does.
         """
-        return self._ask("KVCache.fits", CacheCore.fits, lengths, self._bands("KVCache.fits", bands), wait)
+        numbers = self._bands("KVCache.fits", bands)
+        return self._ask("KVCache.fits", CacheCore.fits, lengths, numbers, bool(wait))
 
     def waits_for_others(self, lengths: Sequence[int] | torch.Tensor) -> bool:
         """Whether other pools of a shared budget hold memory, and ``step(lengths)`` would be granted if they

@@ -140,7 +140,7 @@ def test_pages_that_work_still_uses_are_waited_for_if_asked(sim, stream_pool):
         released.join()
         begun = time.monotonic()
         wanted[other] += 1
-        assert not cache.fits(wanted, wait=True)  # nothing leaves
+        assert not cache.fits(wanted, wait=1)  # nothing leaves
         assert time.monotonic() - begun < 10
 
 
