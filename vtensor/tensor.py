@@ -464,7 +464,7 @@ def empty(
         OutOfPages: if the pool has too few pages for the initial length.
         DriverError: if the addresses could not be reserved.
     """
-    return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, tag, zeroed=False)
+    return _make("empty", sizes, grow_dim, capacity, dtype, device, pool, when_full, tag)
 
 
 def zeros(
@@ -482,7 +482,7 @@ def zeros(
     Raises:
         InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
-    return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, tag, zeroed=True)
+    return _make("zeros", sizes, grow_dim, capacity, dtype, device, pool, when_full, tag, zeroed=True)
 
 
 def empty_like(
@@ -539,19 +539,10 @@ def from_tensor(
             "[from_tensor] x is nested, and all rows of a VTensor have one length: give "
             "x.to_padded_tensor(0.0), or use a vtensor.KVCache"
         )
-    dim = _checked_dim(x.shape, grow_dim)
+    dim = _checked_dim("from_tensor", x.shape, grow_dim)
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]
     device = None if pool is not None else x.device
-    t = empty(
-        *sizes,
-        grow_dim=dim,
-        capacity=capacity,
-        dtype=x.dtype,
-        device=device,
-        pool=pool,
-        when_full=when_full,
-        tag=tag,
-    )
+    t = _make("from_tensor", sizes, dim, capacity, x.dtype, device, pool, when_full, tag)
     try:
         return t.append(x)
     except BaseException:
@@ -593,16 +584,17 @@ class lease(_core.Lease):
         super().__init__(tensors, stream_handle("lease", stream))
 
 
-def _checked_dim(sizes: Sequence[int], grow_dim: int) -> int:
-    grow_dim = integer("empty", "grow_dim", grow_dim)
+def _checked_dim(operation: str, sizes: Sequence[int], grow_dim: int) -> int:
+    grow_dim = integer(operation, "grow_dim", grow_dim)
     if not -len(sizes) <= grow_dim < len(sizes):
         raise InvalidArgument(
-            f"[empty] grow_dim is {grow_dim}, the shape has {len(sizes)} dimensions: name one of them"
+            f"[{operation}] grow_dim is {grow_dim}, the shape has {len(sizes)} dimensions: name one of them"
         )
     return grow_dim % len(sizes)
 
 
 def _make(
+    operation: str,
     sizes: Sequence[int | Sequence[int]],
     grow_dim: int,
     capacity: int,
@@ -611,24 +603,24 @@ def _make(
     pool: Pool | None,
     when_full: WhenFull,
     tag: str,
-    zeroed: bool,
+    zeroed: bool = False,
 ) -> VTensor:
     given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
-    shape = tuple(integer("empty", "a size", size) for size in given)
-    dim = _checked_dim(shape, grow_dim)
-    choice("empty", "when_full", when_full, ("raise", "move"))
-    tag = tag_of("empty", tag)
-    capacity = integer("empty", "capacity", capacity, 0)
+    shape = tuple(integer(operation, "a size", size) for size in given)
+    dim = _checked_dim(operation, shape, grow_dim)
+    choice(operation, "when_full", when_full, ("raise", "move"))
+    tag = tag_of(operation, tag)
+    capacity = integer(operation, "capacity", capacity, 0)
     if max(capacity, *map(abs, shape)) > _MOST_POSITIONS:
         raise CapacityExceeded(
-            f"[empty] sizes {shape} or capacity {capacity} pass the address space: lower them"
+            f"[{operation}] sizes {shape} or capacity {capacity} pass the address space: lower them"
         )
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
-        raise InvalidArgument(f"[empty] dtype is {dtype!r}: give a torch.dtype that is not quantized")
-    pool = pool_of("empty", pool, device)
+        raise InvalidArgument(f"[{operation}] dtype is {dtype!r}: give a torch.dtype that is not quantized")
+    pool = pool_of(operation, pool, device)
     core = TensorCore(
-        pool=pool._open_core("empty"),
+        pool=pool._open_core(operation),
         sizes=list(shape),
         grow_dim=dim,
         capacity=capacity,
