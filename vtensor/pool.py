@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import call
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -494,10 +496,12 @@ class Pool(Closes, Drawn):
 
     def _close_heaps(self) -> None:
         with _sets_lock:
-            while self._heaps:
-                _, heap = self._heaps.popitem()
+            heaps = list(self._heaps.values())
+            for heap in heaps:
                 heap.torch_pool = None  # its end gives back what torch has cached
-                heap.core.close()
+            # In one call of C: an exception from outside leaves no open heap that the pool has forgotten, and
+            # no closed one that it still has (I17).
+            deque(map(call, [*(heap.core.close for heap in heaps), self._heaps.clear]), maxlen=0)
 
     def _open_core(self, operation: str) -> _core.PagePool:
         _core.refuse_in_forked_child(operation)
