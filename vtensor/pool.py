@@ -515,9 +515,9 @@ class Pool(Closes, Drawn):
         tensor._registered = _Registered(tensor)
         with _sets_lock:
             self._tensors.add(tensor._registered)
-        if self._closed:  # another thread closed it
+        if self._closed:  # by another thread, which may be interrupted and leave the pool open
             tensor.close()
-            self._open_core("empty")
+            raise Closed("[empty] the pool is being closed by another thread: make a new one")
 
 
 def _no_such_tag(operation: str, tag: object, by_tag: dict[str, list[Sleeper]]) -> InvalidArgument:

@@ -331,6 +331,27 @@ def test_a_tensor_is_made_while_a_pool_looks_through_its_tensors(monkeypatch, op
     assert all(t.closed for t in made)
 
 
+def test_a_tensor_that_a_close_in_another_thread_meets_is_not_handed_out(monkeypatch):
+    """That close is interrupted just behind it, and leaves the pool open."""
+    pool = vtensor.Pool("cpu", page_size=4096, prefetch=0)
+    register, close = pool._register, vtensor.VTensor.close
+
+    def met(t):
+        pool._closed = True
+        register(t)
+
+    def interrupted(t):
+        close(t)
+        pool._closed = False
+
+    monkeypatch.setattr(pool, "_register", met)
+    monkeypatch.setattr(vtensor.VTensor, "close", interrupted)
+    with pytest.raises(vtensor.Closed):
+        vtensor.zeros(3, grow_dim=0, capacity=64, pool=pool)
+    monkeypatch.undo()
+    pool.close()
+
+
 def test_a_trace_without_a_time_zone_has_no_summer_time(monkeypatch, tmp_path):
     """Clocks in New York were put back at 2:00 that day, and forward at 2:00 the other."""
     file = tmp_path / "trace.csv"
