@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from vtensor import pool as _pool
 from vtensor import trace
 from vtensor._base.units import byte_text
+from vtensor._base.weak import members
 from vtensor._pictures.events import lanes, memory_points, thinned
 from vtensor._pictures.pages import (
     COLOURS,
@@ -284,7 +285,8 @@ def _reserved_now(events: Sequence[trace.Event]) -> int:
     """Bytes reserved for the open tensors, caches and arenas that the events name."""
     named = {event.tensor for event in events if event.tensor}
     with _pool._sets_lock:
-        owners: list[Any] = [entry.tensor() for pool in _pool._pools for entry in pool._tensors]
+        pools = members(_pool._pools)
+        owners: list[Any] = [entry.tensor() for pool in pools for entry in members(pool._tensors)]
     nbytes = 0
     for owner in owners:
         if isinstance(owner, VTensor) and not owner.closed:

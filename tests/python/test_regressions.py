@@ -15,7 +15,7 @@ from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
 from support import received, run_snippet
-from vtensor import testing, together
+from vtensor import plot, testing, together
 from vtensor.replay import read_trace
 from vtensor.serving import Request
 
@@ -306,6 +306,7 @@ def test_nothing_is_appended_before_position_0_of_a_plain_cache():
         lambda pool: pool.wait_idle(),
         lambda pool: pool.sleep(contents="host"),
         lambda pool: testing.assert_no_leaks(pool).__enter__(),
+        lambda pool: plot._reserved_now([]),
         lambda pool: pool.close(),
     ],
 )
