@@ -217,9 +217,15 @@ class Sampling:
         self._thread = threading.Thread(target=self._watch, name="vtensor-plot", daemon=True)
 
     def __enter__(self) -> Sampling:
-        self._sample()
-        self._thread.start()
-        return self
+        if self._samples or self._over.is_set():
+            raise VTensorError("[plot.memory] this sampling was used before: make another with memory(pool)")
+        try:
+            self._sample()
+            self._thread.start()
+            return self
+        except BaseException:  # there is no __exit__ to come
+            self._over.set()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self._over.set()

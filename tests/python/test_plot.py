@@ -21,6 +21,7 @@ from matplotlib.testing.compare import compare_images
 
 import vtensor
 import vtensor.plot
+from interrupts import at_every_bytecode
 from support import calls, eventually, filled, quarter
 from vtensor._pictures.events import lanes, memory_points, thinned
 from vtensor._pictures.shares import Owner, SharedPage, as_tree, boxes
@@ -242,6 +243,21 @@ def test_a_pool_is_drawn_whatever_ends_it(host):
     host.close()
     with pytest.raises(vtensor.Closed, match=r"\[plot.memory\]"):
         vtensor.plot.memory(host)
+
+
+def test_a_sampling_that_is_interrupted_samples_no_more(host):
+    axes = vtensor.plot.memory(host).axes
+
+    def check(sampling, outcome):
+        if not outcome.interrupted:
+            sampling.__exit__()
+        eventually(lambda: not sampling._thread.is_alive())
+        if sampling._samples:
+            with pytest.raises(vtensor.VTensorError, match="used before"):
+                sampling.__enter__()
+
+    begin = vtensor.plot.Sampling.__enter__
+    assert at_every_bytecode(lambda: vtensor.plot.memory(host, ax=axes), begin, check, within=vtensor.plot)
 
 
 def test_thinning_loses_no_peak_and_no_end():
