@@ -55,17 +55,17 @@ def write_plain(trace: AllocationTrace, path: Path) -> None:
     """
     lines = [*(f"# {note}" for note in trace.notes), _COLUMNS, *map(_line, trace.events)]
     data = "".join(f"{line}\n" for line in lines).encode()
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         data = gzip.compress(data, 9, mtime=0)
-    elif path.suffix == ".xz":
+    elif path.suffix.lower() == ".xz":
         data = lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)
     path.write_bytes(data)
 
 
 def _opened(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.open(path, "rt", encoding="utf-8")
-    if path.suffix == ".xz":
+    if path.suffix.lower() == ".xz":
         return lzma.open(path, "rt", encoding="utf-8")
     return path.open(encoding="utf-8")
 

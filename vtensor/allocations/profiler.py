@@ -26,7 +26,9 @@ def read_profile(path: Path, device: str | None) -> AllocationTrace:
         InvalidArgument: for malformed events, or if ``device`` does not select events.
         OSError: if the file cannot be read.
     """
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    data = path.read_bytes()
+    if path.suffix.lower() == ".gz":
+        data = gzip.decompress(data)
     try:
         trace = json.loads(data)
     except (ValueError, RecursionError) as error:
