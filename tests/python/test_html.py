@@ -140,6 +140,8 @@ def test_a_cache_shows_its_slots(pool_factory):
         "slot 2: 20 tokens, 2 pages deep",
     ]
     assert "45 tokens in 3 of 6 slots" in words(html)
+    cache.swap_out(1)
+    assert "40 tokens in 2 of 6 slots" in words(cache._repr_html_())
     cache.close()
     assert words(cache._repr_html_()).startswith("vtensor.KVCache, closed")
 

@@ -118,7 +118,7 @@ def _cache(cache: KVCache) -> dict[str, str]:
     """A KVCache: its memory, and each slot's tokens."""
     stats, lengths = cache.stats(), cache.lengths
     facts = (
-        f"{stats.tokens:,} tokens in {stats.slots_used} of {stats.slots_used + stats.slots_free} slots, "
+        f"{stats.tokens:,} tokens in {stats.slots_used} of {cache.max_batch} slots, "
         f"{byte_text(stats.nbytes_mapped)} mapped for {byte_text(stats.nbytes_live)} of data "
         f"({100 * stats.waste:.1f}% more), {stats.page_tokens:,} tokens a page, "
         f"{stats.prefix_tokens:,} tokens of published prefixes"
