@@ -157,6 +157,29 @@ def run_mix(promises, token_seconds=0.0, late=0.0, token_budget=16, requests=LEA
         return scheduler.stats, left, away
 
 
+@pytest.mark.parametrize(
+    ("wanted", "prompt_tokens"),
+    [
+        (Request("samples", [1], 2, samples=4), [1, 0]),
+        # Its two generated tokens are computed again. The prompt was published.
+        (Request("again", [1, 0, 1, 0], 4), [4, 0, 2, 0]),
+    ],
+)
+def test_the_pace_is_of_the_tokens_that_are_no_decode_step(wanted, prompt_tokens):
+    noted, promises = [], eager()
+    promises.pace.note = lambda tokens, *rest: noted.append(tokens)
+    with opened("host", 20, SLOTS) as cache:
+        scheduler = Scheduler(cache, token_budget=SLOTS, promises=promises)
+        group = scheduler.add(wanted)
+        while scheduler.unfinished:
+            if len(noted) == 2:
+                scheduler._books.settled = False  # as after an interrupted operation
+                scheduler._books.changing.append(group)
+            plan = scheduler.plan()
+            scheduler.complete(plan, [1] * len(plan.sampled))
+    assert noted == prompt_tokens
+
+
 @pytest.mark.parametrize("token_budget", [16, 8])
 def test_one_with_a_long_answer_leaves_for_a_prompt(token_budget):
     stats, left, _ = run_mix(eager(), token_budget=token_budget)

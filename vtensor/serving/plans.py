@@ -63,6 +63,12 @@ class SchedulerStats:
     """Those that let the prompt of another begin, and were not needed for the requests that ran."""
 
 
+def decodes(work: Work) -> bool:
+    """Whether a work is the last known token of a sequence, and that was generated."""
+    sequence = work.sequence
+    return sequence.group.prompt_tokens <= work.start == sequence.known - 1
+
+
 def slot_of(sequence: TokenSequence) -> int:
     assert sequence.slot is not None
     return sequence.slot

@@ -16,7 +16,7 @@ from vtensor._base.arguments import integer, number, of_type
 from vtensor.errors import InvalidArgument
 from vtensor.serving._books import Books, by_arrival
 from vtensor.serving._commit import Change, commit, each, sets
-from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, next_piece, slot_of, target
+from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, decodes, next_piece, slot_of, target
 from vtensor.serving.promises import Promises
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
 from vtensor.serving.slots import KVCacheManager, check_fits, fits_at_last, waits_for_others
@@ -475,6 +475,7 @@ class Scheduler:
         now = self._clock()
         self._books.settle()
         self._books.settled = False
+        prompt_tokens = 0 if self.promises is None else plan.tokens - sum(map(decodes, plan.work))
         computed: list[TokenSequence] = []
         stops: list[int] = []
         prompts: list[SampleGroup] = []
@@ -529,7 +530,6 @@ class Scheduler:
             self._books.forget(group)
         self._books.settled = True
         if self.promises is not None and plan.work:
-            prompt_tokens = plan.tokens - len(plan.sampled) + len(prompts)
             self.promises.pace.note(prompt_tokens, now - self._began, self._moved_tokens)
             for group in prompts:
                 if group.first_token_at is None and group.live:
