@@ -14,7 +14,9 @@ import vtensor
 from interrupts import at_every_bytecode, place
 from scenes import MORE, TABLE, Awake, Cache
 from support import draws, every, filled, open_pool, quarter
+from test_heap import allocate
 from vtensor import testing
+from vtensor._torch.memory import entered
 
 ALL = {name: case for name, case in (TABLE | MORE).items() if name != "allocate"}  # which ctypes does
 CACHES = sorted(name for name in ALL if ALL[name][0] is Cache and "close" not in name)
@@ -107,6 +109,34 @@ def test_whatever_came_before(history, what, stride):
         assert one.pool.stats().pages_used == 0
 
     at_every_bytecode(setup, lambda one: attempt(one, what), check, each=place, stride=stride)
+
+
+def enter(context):
+    return context.__enter__()
+
+
+def test_a_failure_that_was_to_be_injected(pool_factory, kind):
+    """Refuses no call of others."""
+    pool = pool_factory(kind, 64)
+
+    def check(injected, outcome):
+        if not outcome.interrupted:
+            injected.__exit__(None, None, None)
+        filled(pool, 40).close()
+
+    assert at_every_bytecode(lambda: testing.fail_after(pool, 0), enter, check) > 0
+
+
+def test_a_heap_that_was_entered(pool_factory, kind):
+    """Serves nothing outside."""
+    heap = pool_factory(kind, 64)._heap("memory", "memory")
+
+    def check(inside, outcome):
+        if not outcome.interrupted:
+            inside.__exit__(None, None, None)
+        assert allocate(100) is None
+
+    assert at_every_bytecode(lambda: entered(heap), enter, check) > 0
 
 
 def test_a_pool_that_is_closed(pool_factory, kind):

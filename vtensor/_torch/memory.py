@@ -76,11 +76,12 @@ def memory(pool: Pool | None = None, *, tag: str = "memory") -> Iterator[None]:
 @contextlib.contextmanager
 def entered(heap: Heap) -> Iterator[None]:
     """A context in which torch's allocations through the C functions, in this thread, come from ``heap``."""
-    outer = heap.core.enter()
+    outer: list[_core.OuterHeap] = []
     try:
+        outer.extend(map(_core.HeapCore.enter, [heap.core]))  # entered and noted in one call of C (I17)
         yield
     finally:
-        _core.leave_heap(outer)
+        deque(map(_core.leave_heap, outer), maxlen=0)
 
 
 def adopt(

@@ -53,9 +53,10 @@ def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[Refusals]:
     """
     core = of_type("fail_after", "pool", pool, Pool)._open_core("fail_after")
     skip = integer("fail_after", "skip", skip, 0, 2**64 - 1)
-    core.fail_after(skip, integer("fail_after", "refuse", refuse, 0, 2**64 - 1))
+    refuse = integer("fail_after", "refuse", refuse, 0, 2**64 - 1)
     refusals = Refusals(core)
     try:
+        core.fail_after(skip, refuse)
         yield refusals
     finally:
         core.disarm()
