@@ -97,5 +97,5 @@ def count(core: _core.CacheCore, layout: CacheLayout, pool: Pool) -> KVCacheStat
         prefix_hits=counts.prefix_hits,
         prefix_evictions=counts.prefix_evictions,
         waste=(pages.active * size - live) / live if live else 0.0,
-        driver_calls=pool.stats().driver_calls,
+        driver_calls=pool._core.driver_calls(),
     )

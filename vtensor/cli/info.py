@@ -43,13 +43,13 @@ def main(as_json: bool) -> int:
     report = {
         "versions": _versions(),
         "options": {name: value for name, value in sorted(os.environ.items()) if _OPTIONS.fullmatch(name)},
-        "drivers": [asdict(driver) for driver in found],
-        "limits": [asdict(limit) for limit in limits()],
-        "attention": [asdict(library) for library in libraries()],
-        "self_test": {device: [asdict(step) for step in steps] for device, steps in tests.items()},
+        "drivers": found,
+        "limits": limits(),
+        "attention": libraries(),
+        "self_test": tests,
         "ok": ok,
     }
-    text = json.dumps(report, indent=1) if as_json else "\n".join(_lines(report, found, tests))
+    text = json.dumps(report, indent=1, default=asdict) if as_json else "\n".join(_lines(report))
     print(_PATH_OF_THE_USER.sub("PATH", text))
     return 0 if ok else 1
 
@@ -76,19 +76,19 @@ def _nvidia_driver() -> str:
     return version.group() if version else "unknown"
 
 
-def _lines(report: dict[str, Any], found: list[Driver], tests: dict[str, list[Step]]) -> Iterator[str]:
+def _lines(report: dict[str, Any]) -> Iterator[str]:
     for title in ("versions", "options"):
         named = ", ".join(f"{name} {value}" for name, value in report[title].items())
         yield f"{title.capitalize()}: {named or 'none in the environment'}"
     yield "\nDrivers"
-    for driver in found:
+    for driver in report["drivers"]:
         yield f"  {driver.device:<8}{_driver_line(driver)}"
     yield "\nLimits (! is likely to be reached)"
-    yield from (_limit_lines(limit) for limit in limits())
+    yield from map(_limit_lines, report["limits"])
     yield "\nAttention"
-    for library in libraries():
+    for library in report["attention"]:
         yield f"  {library.name:<30}{library.version or f'not here: {library.install}'}"
-    for device, steps in tests.items():
+    for device, steps in report["self_test"].items():
         yield f"\nSelf-test on {device}"
         for step in steps:
             word = "ok" if step.ok else "WRONG"
