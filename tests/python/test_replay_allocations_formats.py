@@ -175,10 +175,10 @@ def test_what_was_allocated_before_the_history_comes_first(tmp_path: Path) -> No
 
 def test_a_snapshot_of_several_devices(tmp_path: Path) -> None:
     path = snapshot(tmp_path, [entry("alloc", 1, 5)], [], [entry("alloc", 1, 6), entry("alloc", 2, 7)])
-    with pytest.raises(InvalidArgument, match=r"cuda:0 \(1 entries\), cuda:2 \(2 entries\): choose"):
+    with pytest.raises(InvalidArgument, match=r"cuda:0 \(1 events\), cuda:2 \(2 events\): choose"):
         read_allocations(path)
     assert [event.bytes for event in read_allocations(path, "cuda:2").events] == [6, 7]
-    with pytest.raises(InvalidArgument, match="no history of cuda:1"):
+    with pytest.raises(InvalidArgument, match="no events of cuda:1"):
         read_allocations(path, "cuda:1")
 
 

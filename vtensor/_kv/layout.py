@@ -104,10 +104,6 @@ def layout_of(
     """The layout of a cache. Groups layers of the same window, in order, ``layer_group`` at a time.
 
     The last group of a window may be smaller. Each of the ``bands`` has neighbouring layers.
-
-    Raises:
-        InvalidArgument: if a size, ``layout``, a window or ``dtype`` is not valid.
-        CapacityExceeded: if a size passes any address space.
     """
     num_layers = size_of("num_layers", num_layers)
     num_kv_heads = size_of("num_kv_heads", num_kv_heads)

@@ -138,11 +138,7 @@ def store(
 
 
 def token_ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> bytes:
-    """Token ids as the bytes of 64-bit integers.
-
-    Raises:
-        InvalidArgument: if an id is not an integer of 64 bits, or a tensor is not of shape ``[n]``.
-    """
+    """Token ids as the bytes of 64-bit integers."""
     if isinstance(tokens, torch.Tensor):
         if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
             raise InvalidArgument(

@@ -77,11 +77,7 @@ class TensorPages(NamedTuple):
 
 
 def pages_of(tensor: VTensor) -> TensorPages:
-    """Reads the page table. Reads no byte of the tensor and waits for no device.
-
-    Raises:
-        Closed: if the tensor is closed.
-    """
+    """Reads the page table. Reads no byte of the tensor and waits for no device."""
     page_size = tensor.pool.page_size
     count = math.prod(tensor.shape[: tensor.grow_dim])
     slots = tensor.nbytes_reserved // page_size // count if count else 0
@@ -94,11 +90,7 @@ def pages_of(tensor: VTensor) -> TensorPages:
 
 
 def pages_of_cache(cache: KVCache) -> TensorPages:
-    """As :func:`pages_of`, for a cache: the rows of slot 0, then those of slot 1, and so on.
-
-    Raises:
-        Closed: the cache is closed.
-    """
+    """As :func:`pages_of`, for a cache: the rows of slot 0, then those of slot 1, and so on."""
     rows: list[list[PageRun]] = []
     for slot in range(cache.max_batch):
         first = len(rows)
@@ -112,11 +104,7 @@ def pages_of_cache(cache: KVCache) -> TensorPages:
 
 
 def pages_of_arena(arena: Arena, lines: int) -> TensorPages:
-    """As :func:`pages_of`, for an arena: its range in at most `lines` lines, one below the other.
-
-    Raises:
-        Closed: the arena is closed.
-    """
+    """As :func:`pages_of`, for an arena: its range in at most `lines` lines, one below the other."""
     page_size = arena.pool.page_size
     total = -(-arena.nbytes // page_size)
     width = -(-total // lines)

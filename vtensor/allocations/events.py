@@ -121,20 +121,11 @@ def named(
             names.pop(event.id, None)
 
 
-def selected(
-    path: Path, found: Mapping[str, int], asked: str | None, *, one: str, several: str, entries: str
-) -> str:
-    """The device of a recording: the one asked for, or the only one.
-
-    Args:
-        path: the file.
-        found: the number of entries of each device; not empty.
-        asked: a device; None if there is only one.
-        one, several, entries: words for what the file has of a device, for errors.
-    """
-    there = ", ".join(f"{name} ({number:,} {entries})" for name, number in found.items())
+def selected(path: Path, found: Mapping[str, int], asked: str | None) -> str:
+    """The device of a recording: the one asked for, or the only one. ``found`` has the events of each."""
+    there = ", ".join(f"{name} ({number:,} events)" for name, number in found.items())
     if asked is None and len(found) > 1:
-        raise malformed(f"{path} has {several} of {there}: choose one with --device")
+        raise malformed(f"{path} has several devices, {there}: choose one with --device")
     if asked is not None and asked not in found:
-        raise malformed(f"{path} has no {one} of {asked}, only of {there}")
+        raise malformed(f"{path} has no events of {asked}, only of {there}")
     return next(iter(found)) if asked is None else asked

@@ -22,12 +22,7 @@ class PagedModel(Model, ABC):
 
 
 class GrowingRanges:
-    """The ranges of one pool: one for each stream, or more if addresses run out.
-
-    Args:
-        model: the model that maps the pages.
-        page: bytes of a page.
-    """
+    """The ranges of one pool: one for each stream, or more if addresses run out. ``page`` is in bytes."""
 
     def __init__(self, model: PagedModel, page: int) -> None:
         self._model, self._page = model, page

@@ -18,11 +18,7 @@ _LARGE_ROUND = 2 << 20  # kRoundLarge
 
 
 class NativeAllocator(Model):
-    """Best fit in the memory of cudaMalloc, by stream, in a pool for small and one for large allocations.
-
-    Args:
-        capacity: bytes of the device.
-    """
+    """Best fit in the memory of cudaMalloc, by stream, in a pool for small and one for large allocations."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

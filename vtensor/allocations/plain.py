@@ -28,15 +28,7 @@ _MOST_DIGITS = 19
 
 
 def read_plain(path: Path) -> AllocationTrace:
-    """Reads the plain format.
-
-    Args:
-        path: a ``.csv``, ``.csv.gz`` or ``.csv.xz`` file.
-
-    Raises:
-        InvalidArgument: for a malformed line, by its number.
-        OSError: if the file cannot be read.
-    """
+    """Reads the plain format. A malformed line is refused by its number."""
     notes: list[str] = []
     with _opened(path) as file:
         events = list(checked(_events(path, file, notes)))
@@ -44,15 +36,7 @@ def read_plain(path: Path) -> AllocationTrace:
 
 
 def write_plain(trace: AllocationTrace, path: Path) -> None:
-    """Writes the plain format, the same bytes for the same trace.
-
-    Args:
-        trace: what to write.
-        path: a ``.csv``, ``.csv.gz`` or ``.csv.xz`` file.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Writes the plain format, the same bytes for the same trace."""
     lines = [*(f"# {note}" for note in trace.notes), _COLUMNS, *map(_line, trace.events)]
     data = "".join(f"{line}\n" for line in lines).encode()
     if path.suffix.lower() == ".gz":

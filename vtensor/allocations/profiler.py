@@ -16,16 +16,7 @@ _KINDS = {0: "cpu", 1: "cuda"}  # of c10::DeviceType
 
 
 def read_profile(path: Path, device: str | None) -> AllocationTrace:
-    """Reads the ``[memory]`` events of a Chrome trace, by time. They name no stream, so all are of stream 0.
-
-    Args:
-        path: a ``.json`` or a ``.json.gz`` file.
-        device: the device of the events, such as ``"cuda:0"`` or ``"cpu"``; None if there is only one.
-
-    Raises:
-        InvalidArgument: for malformed events, or if ``device`` does not select events.
-        OSError: if the file cannot be read.
-    """
+    """Reads the ``[memory]`` events of a Chrome trace, by time. They name no stream: all are of 0."""
     data = path.read_bytes()
     if path.suffix.lower() == ".gz":
         data = gzip.decompress(data)
@@ -40,7 +31,7 @@ def read_profile(path: Path, device: str | None) -> AllocationTrace:
     if not memory:
         raise malformed(f"{path} has no [memory] events: record with profile(profile_memory=True)")
     found = dict(sorted(Counter(event.device for event in memory).items()))
-    chosen = selected(path, found, device, one="events", several="events", entries="events")
+    chosen = selected(path, found, device)
     ordered = sorted((event for event in memory if event.device == chosen), key=lambda event: event.time)
     return AllocationTrace(list(checked(named(_raw(ordered)))), [f"torch.profiler, {chosen}"])
 

@@ -19,15 +19,6 @@ def read_snapshot(path: Path, device: str | None) -> AllocationTrace:
 
     Memory counts as freed when torch could use it again (``free_completed``). If the history leaves that out,
     it counts as freed when its free was requested.
-
-    Args:
-        path: a pickle.
-        device: the device of the history, such as ``"cuda:0"``; None if only one device has a history.
-
-    Raises:
-        InvalidArgument: if the file is not such a pickle, has malformed entries, or if ``device`` selects
-            no history.
-        OSError: if the file cannot be read.
     """
     snapshot = _loaded(path)
     histories = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
@@ -75,7 +66,7 @@ def _device(path: Path, histories: list[list[Any]], asked: str | None) -> int:
             "recorded"
         )
     found = {name: len(histories[i]) for name, i in numbers.items()}
-    return numbers[selected(path, found, asked, one="history", several="histories", entries="entries")]
+    return numbers[selected(path, found, asked)]
 
 
 def _events(path: Path, number: int, entries: list[Any]) -> Iterator[tuple[str, Event]]:

@@ -68,16 +68,8 @@ class OneSample:
 
 
 class StaticCache(OneSample):
-    """A slot of ``max_len`` tokens for each request, like preallocated tensors.
-
-    Args:
-        tokens: the number of tokens that fit into the memory.
-        max_batch: the most slots.
-        max_len: tokens of a slot.
-
-    Raises:
-        InvalidArgument: if the memory is too small for one slot.
-    """
+    """A slot of ``max_len`` tokens for each request, like preallocated tensors, as far as the memory for
+    ``tokens`` goes."""
 
     def __init__(self, tokens: int, max_batch: int, max_len: int) -> None:
         super().__init__(min(max_batch, tokens // max_len), max_len)

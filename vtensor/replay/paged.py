@@ -25,15 +25,11 @@ class PagedCache(OneSample):
 
     Args:
         frames: frames in the device's memory.
-        max_batch: slots, the most sequences at a time.
-        max_len: the most tokens of a sequence.
+        max_batch, max_len: as for :class:`OneSample`.
         frame_tokens: tokens of a frame.
 
     ``tables[slot]`` lists the frames of a sequence. It does not check that slots are in use or that lengths
     do not shrink.
-
-    Raises:
-        InvalidArgument: if there is not one frame.
     """
 
     def __init__(self, frames: int, max_batch: int, max_len: int, *, frame_tokens: int = 16) -> None:

@@ -28,7 +28,7 @@ class RadixCache(OneSample):
 
     Args:
         tokens: the number of tokens that fit into the memory.
-        max_batch, max_len: slots, and the most tokens of each.
+        max_batch, max_len: as for :class:`OneSample`.
         unit: tokens of the smallest prefix that can be reused.
     """
 

@@ -78,12 +78,8 @@ def check_invariants(pool: Pool) -> None:
 
 
 def wake_again(pool: Pool, fail: int | None) -> None:
-    """Wakes what sleeps in ``pool``. A refused driver call leaves all asleep until the next try.
-
-    Args:
-        pool: the pool.
-        fail: the number of driver calls that pass before one is refused; None refuses none.
-    """
+    """Wakes what sleeps in ``pool``. A driver call, refused after ``fail`` others unless that is None, leaves
+    all asleep until the next try."""
     check_invariants(pool)
     asleep = pool.stats().nbytes_asleep
     if fail is not None:

@@ -24,11 +24,8 @@ _MOST_VIEWS = 8
 
 
 class Look:
-    """The counts of pools at one moment, to compare with later counts.
-
-    Args:
-        pools: the pools. Defaults to all of the process, including those made later.
-    """
+    """The counts of pools at one moment, to compare with later counts. Without ``pools``, of all of the
+    process, including those made later."""
 
     def __init__(self, *pools: Pool) -> None:
         _pool.notes_makers = True
