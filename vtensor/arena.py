@@ -64,6 +64,9 @@ class Arena(Closes, Drawn):
     A write to an unmapped page ends the process. On the CPU such a page reads as zeros. On CUDA a kernel that
     reads it faults, unless ``zeros`` is given.
 
+    Methods take ``intervals`` as :meth:`map` does. For bytes that are not in the arena they raise
+    ``InvalidArgument``, and once it is closed ``Closed``; nothing was changed then.
+
     Args:
         nbytes: bytes of the range; rounded up to pages.
         pool: the pool of the pages; the default pool of the CPU unless given.
@@ -122,10 +125,9 @@ class Arena(Closes, Drawn):
             back for another block; :class:`Blocks` knows that too.)
 
         Raises:
-            OutOfPages: if memory is short, even after others gave up what they keep for later.
-            InvalidArgument: if bytes are not in the arena.
-            DriverError: if the driver refuses a call.
-            Closed: if the arena is closed. In all cases nothing was changed.
+            OutOfPages: if memory is short, even after others gave up what they keep for later. Nothing was
+                changed.
+            DriverError: if the driver refuses a call. Nothing was changed.
         """
         return ArenaCore.map(self._core, intervals)
 
@@ -135,12 +137,10 @@ class Arena(Closes, Drawn):
         A page goes only after the work launched so far in the streams that used it.
 
         Args:
-            intervals: as for :meth:`map`.
             stream: the stream of the work that uses the blocks; the current one unless given.
 
         Raises:
             InvalidArgument: a page would be unmapped more often than it was mapped; nothing was changed then.
-            Closed: the arena is closed.
         """
         ArenaCore.unmap(self._core, intervals, stream_handle("Arena.unmap", stream))
 
@@ -149,42 +149,25 @@ class Arena(Closes, Drawn):
 
         Prepared pages that no block needs yet go if memory is short. The next :meth:`map`, :meth:`prepare` or
         :meth:`Pool.wait_idle` raises the mapper's error, if there was one.
-
-        Args:
-            intervals: as for :meth:`map`.
-
-        Raises:
-            InvalidArgument: bytes that are not in the arena.
-            Closed: the arena is closed.
         """
         ArenaCore.prepare(self._core, intervals)
 
     def holds(self, intervals: Iterable[Interval]) -> list[bool]:
         """For each block, what :meth:`map` would return: whether all its pages stayed mapped. Maps nothing,
-        and does not keep the pages mapped. False while the arena sleeps.
-
-        Args:
-            intervals: as for :meth:`map`.
-
-        Raises:
-            InvalidArgument: bytes that are not in the arena.
-            Closed: the arena is closed.
-        """
+        and does not keep the pages mapped. False while the arena sleeps."""
         return ArenaCore.holds(self._core, intervals)
 
     def trim(self, intervals: Iterable[Interval] | None = None) -> int:
         """Gives back the pages that no block needs.
 
         Args:
-            intervals: only those of these blocks, as for :meth:`map`; all unless given.
+            intervals: only those of these blocks; all unless given.
 
         Returns:
             The bytes of these pages. They go once the work that used them has passed.
 
         Raises:
-            InvalidArgument: bytes that are not in the arena.
             DriverError: pages of an operation that was refused cannot be unmapped.
-            Closed: the arena is closed.
         """
         return ArenaCore.trim(self._core, intervals) * self._pool.page_size
 

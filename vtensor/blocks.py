@@ -30,6 +30,9 @@ class Blocks(StaysHere):
     device, and :meth:`end_step` when the results are there. Blocks released in between go after the steps
     that had begun by then.
 
+    Methods take ``numbers`` of blocks, from 0 to ``count - 1``. For others they raise ``InvalidArgument``,
+    and once the arena is closed ``Closed``; nothing was changed then.
+
     Args:
         arena: the arena of the blocks.
         count: number of blocks, numbered from 0.
@@ -70,18 +73,14 @@ class Blocks(StaysHere):
         """Gives blocks their memory, in one batch of driver calls, or none if all have it. A held block stays
         held.
 
-        Args:
-            numbers: numbers of blocks.
-
         Returns:
             ``(kept, lost)``, with each of ``numbers`` once. Blocks in ``kept`` were held already, or have the
             contents of their last release. Blocks in ``lost`` show zeros, or what this arena once wrote.
 
         Raises:
-            OutOfPages: memory is short, even after others gave up what they keep for later.
-            InvalidArgument: there is no such block.
-            DriverError: the driver refuses a call.
-            Closed: the arena is closed. In all cases nothing was changed.
+            OutOfPages: memory is short, even after others gave up what they keep for later. Nothing was
+                changed.
+            DriverError: the driver refuses a call. Nothing was changed.
         """
         return BlocksCore.hold(self._core, numbers)
 
@@ -89,13 +88,8 @@ class Blocks(StaysHere):
         """Has the mapper map blocks that are held soon, and returns at once. A block that is not held after
         all keeps its pages until others need them, or :meth:`trim` gives them back.
 
-        Args:
-            numbers: numbers of blocks.
-
         Raises:
-            InvalidArgument: there is no such block.
             DriverError: the driver refused a call of the mapper for an earlier ``prepare``.
-            Closed: the arena is closed.
         """
         BlocksCore.prepare(self._core, numbers)
 
@@ -103,12 +97,7 @@ class Blocks(StaysHere):
         """Ends the hold on blocks, once the steps under way have ended. A block that is not held stays so.
 
         Args:
-            numbers: numbers of blocks.
             stream: the stream of the work that uses the blocks; the current one unless given.
-
-        Raises:
-            InvalidArgument: there is no such block.
-            Closed: the arena is closed.
         """
         BlocksCore.release(self._core, numbers, stream_handle("Blocks.release", stream))
 
@@ -124,36 +113,17 @@ class Blocks(StaysHere):
 
         Raises:
             InvalidArgument: no step is under way.
-            Closed: the arena is closed.
         """
         BlocksCore.end_step(self._core, stream_handle("Blocks.end_step", stream))
 
     def whole(self, numbers: Iterable[int]) -> list[bool]:
         """Whether each block has memory, with the contents of its last release: :meth:`hold` would keep it.
-        Changes nothing, and does not keep the block. False for blocks of an arena that sleeps.
-
-        Args:
-            numbers: numbers of blocks.
-
-        Raises:
-            InvalidArgument: there is no such block.
-            Closed: the arena is closed.
-        """
+        Changes nothing, and does not keep the block. False for blocks of an arena that sleeps."""
         return BlocksCore.whole(self._core, numbers)
 
     def trim(self, numbers: Iterable[int]) -> int:
-        """Gives back the memory of those blocks that are not held.
-
-        Args:
-            numbers: numbers of blocks.
-
-        Returns:
-            The bytes given back. Pages that held blocks share stay.
-
-        Raises:
-            InvalidArgument: there is no such block.
-            Closed: the arena is closed.
-        """
+        """Gives back the memory of those blocks that are not held. Returns the bytes given back: pages that
+        held blocks share stay."""
         return BlocksCore.trim(self._core, numbers) * self.arena.pool.page_size
 
     @property

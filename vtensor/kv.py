@@ -36,7 +36,8 @@ class KVCache(Closes, Drawn):
 
     Each layer's K and V are one strided tensor over all slots. Its address never changes, and only the pages
     that requests' lengths need are mapped. The calls are vAttention's (arXiv 2405.04437): make,
-    :meth:`alloc`, :meth:`step`, :meth:`free`.
+    :meth:`alloc`, :meth:`step`, :meth:`free`. Methods take ``lengths`` as :meth:`step` does, and raise as it
+    does for lengths that make no sense.
 
     Args:
         num_layers: layers that have K and V.
@@ -210,14 +211,8 @@ class KVCache(Closes, Drawn):
         Announced pages are bounded by the free pages, not by the pool's ``prefetch=``. A pool with
         ``prefetch=0`` announces nothing.
 
-        Args:
-            lengths: as for :meth:`step`.
-
         Returns:
             True if all is ready, and ``step(lengths)`` would make no driver call now.
-
-        Raises:
-            InvalidArgument, CapacityExceeded, Closed: as :meth:`step` does.
         """
         return self._ask("KVCache.prepare", CacheCore.prepare, lengths)
 
@@ -236,27 +231,19 @@ class KVCache(Closes, Drawn):
         device whose memory others take may still refuse.
 
         Args:
-            lengths: as for :meth:`step`; for a swapped slot 0, or at least as many tokens as it has.
+            lengths: for a swapped slot 0, or at least as many tokens as it has.
             bands: as for :meth:`step`. Pages that swapped bands need to come back are counted.
                 A slot with 0 is left out.
             wait: whether to wait, while memory is short, for pages on their way out, of any tensor: those
                 that a copy or a kernel still uses. A step waits for them. For at most a minute.
-
-        Raises:
-            InvalidArgument, CapacityExceeded: as :meth:`step` does.
         """
         numbers = self._bands("KVCache.fits", bands)
         return self._ask("KVCache.fits", CacheCore.fits, lengths, numbers, bool(wait))
 
     def waits_for_others(self, lengths: Sequence[int] | torch.Tensor) -> bool:
         """Whether other pools of a shared budget hold memory, and ``step(lengths)`` would be granted if they
-        held none: it may be granted later. False if the budget is not shared. Changes nothing.
-
-        Args:
-            lengths: as for :meth:`fits`.
-
-        Raises:
-            InvalidArgument, CapacityExceeded: as :meth:`step` does.
+        held none: it may be granted later. False if the budget is not shared. Changes nothing. Takes
+        ``lengths`` as :meth:`fits` does.
         """
         return self._ask("KVCache.waits_for_others", CacheCore.waits_for_others, lengths)
 
