@@ -19,18 +19,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from vtensor._base.arguments import byte_count
 from vtensor.replay import (
-    Result,
     Row,
     Server,
     ServiceModel,
     default_layer_group,
     model_shape,
     open_cache,
-    parse_bytes,
     read_trace,
     replay,
 )
+from vtensor.replay.simulate import Result
 
 from .report import to_json
 
@@ -278,7 +278,8 @@ def run_case(options: argparse.Namespace) -> None:
 def run_trace(options: argparse.Namespace) -> None:
     rows = read_trace(options.trace, options.limit)
     speeds = map(float, options.speeds.split(","))
-    points = run_at(speeds, WAYS, rows, parse_bytes(options.memory), slo_tpot=options.slo_tpot)
+    memory = byte_count("layerkv", "--memory", options.memory)
+    points = run_at(speeds, WAYS, rows, memory, slo_tpot=options.slo_tpot)
     title = f"{Path(options.trace).name}: {len(rows):,} requests, {MODEL} in {options.memory}, simulated time"
     save(options.json, {"title": title, "points": points})
     if options.plot:

@@ -21,7 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from vtensor.allocations import AllocationTrace, Event, read_allocations, write_plain
+from vtensor.allocations import read_allocations
+from vtensor.allocations.events import AllocationTrace, Event
+from vtensor.allocations.plain import write_plain
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, BATCH = 6, 256, 4, 4096, 4
 SHORTEST, LONGEST = 64, 448

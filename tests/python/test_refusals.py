@@ -20,7 +20,8 @@ from kv_support import UNIT, make_cache
 from operations import NAMES, OPERATIONS, TORCH_OPERATIONS
 from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet, simcuda_library
 from vtensor import plot, replay, testing, trace
-from vtensor.replay import PagedCache, StaticCache
+from vtensor.replay.baselines import StaticCache
+from vtensor.replay.paged import PagedCache
 from vtensor.serving import Engine, LengthHistogram, Promises, Request, Scheduler
 from vtensor.testing.kv_model import check_contents, write
 
@@ -260,14 +261,13 @@ Engine(print, idle) -> [Engine] scheduler is a builtin_function_or_method: give 
 Engine(idle, print).submit(<None | 'request' | ('id', [1], 2)>) -> : give a Request
 Engine(idle, print).submit(request(prompt=8)) -> token ids
 --- replays
-replay.<PagedCache(0, 4, 64) | StaticCache(29, 8, 30)> -> give it more
+<PagedCache(0, 4, 64) | StaticCache(29, 8, 30)> -> give it more
 <paged | static>.<fork(0) | reorder([0], [0])> -> one sample each: take a KVCache
 paged.swap_out([0]) -> no host memory
 paged.swap_in(0) -> not swapped out
 static.step([31, 0, 0]) -> a slot has 30
-replay.parse_bytes(<'40GB' | '' | '-1' | '0'>) -> write it as
 replay.model_shape('llama') -> pass one of
-replay.open_cache('best', replay.Server(replay.MODELS['llama-3-8b'], 2**30, 4, 64, 2**21, 32)) -> pass one of
+replay.open_cache('best', replay.Server(replay.model_shape('1x8x128'), 2**30, 4, 64, 2**21, 1)) -> pass one of
 replay.replay('paged', paged, [], token_bytes=1, speed=0) -> over 0
 replay.replay('paged', paged, [], token_bytes=1, <slo_ttft | slo_tpot>=<0.0 | math.nan>) -> over 0
 --- recordings and pictures
@@ -376,6 +376,7 @@ class Scene:
         fresh |= {name: torch.ones(*first, 2, 32) for name, first in sizes.items()}
         modules = {"math": math, "np": np, "testing": testing, "torch": torch, "vtensor": vtensor}
         modules |= {"plot": plot, "replay": replay, "trace": trace}
+        modules |= {"PagedCache": PagedCache, "StaticCache": StaticCache}
         streams = {"Named": SimpleNamespace, "Wrong": NoStream}
         serving = {
             "LengthHistogram": LengthHistogram,

@@ -14,23 +14,20 @@ from vtensor import Pool, TimedOut
 from vtensor._base.terminal import Progress
 from vtensor.cli import main
 from vtensor.replay import (
-    MODELS,
-    POLICIES,
-    ModelShape,
-    PagedCache,
     Row,
     Server,
     ServiceModel,
-    StaticCache,
     default_layer_group,
     model_shape,
     open_cache,
-    parse_bytes,
     read_trace,
     replay,
-    scale,
     simulate,
 )
+from vtensor.replay.baselines import StaticCache
+from vtensor.replay.paged import PagedCache
+from vtensor.replay.policies import POLICIES, scale
+from vtensor.replay.shapes import MODELS, ModelShape
 from vtensor.serving import Plan, Request, SampleGroup, Scheduler, Status
 
 LLAMA = MODELS["llama-3-8b"]
@@ -266,7 +263,6 @@ def test_each_model_can_be_scaled(name):
 
 
 def test_sizes():
-    assert (parse_bytes("40GiB"), parse_bytes("1.5 mib"), parse_bytes("4096")) == (40 << 30, 3 << 19, 4096)
     assert model_shape("32x8x128") == LLAMA == ModelShape(32, 8, 128)
     assert LLAMA.token_bytes == 131_072
 
@@ -319,7 +315,9 @@ def test_the_command_writes_json(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["--memory", "40GB"], "write it as"),
+        (["--memory", "40GB"], "--memory is '40GB': write it as"),
+        (["--memory", "0"], "--memory 0: it must be at least 1"),
+        (["--page-size", ""], "--page-size is '': write it as"),
         (["--model", "gpt"], "pass one of"),
         (["--max-batch", 0], "--max-batch 0"),
         (["--speed", 0], "over 0"),

@@ -13,18 +13,13 @@ from hypothesis import strategies as st
 
 from support import ROOT
 from vtensor import InvalidArgument, OutOfPages
-from vtensor.allocations import (
-    MODELS,
-    AllocationTrace,
-    Event,
-    ExpandableAllocator,
-    NativeAllocator,
-    StitchedAllocator,
-    device_needed,
-    read_allocations,
-    replay_allocations,
-    write_plain,
-)
+from vtensor.allocations import MODELS, device_needed, read_allocations
+from vtensor.allocations.events import AllocationTrace, Event
+from vtensor.allocations.expandable import ExpandableAllocator
+from vtensor.allocations.native import NativeAllocator
+from vtensor.allocations.plain import write_plain
+from vtensor.allocations.replay import replay_allocations
+from vtensor.allocations.stitched import StitchedAllocator
 from vtensor.cli import main
 
 MIB = 1 << 20

@@ -18,7 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from test_replay_allocations import traces
 from vtensor import InvalidArgument
-from vtensor.allocations import AllocationTrace, Event, read_allocations, write_plain
+from vtensor.allocations import read_allocations
+from vtensor.allocations.events import AllocationTrace, Event
+from vtensor.allocations.plain import write_plain
 
 # ---- the plain format ----
 

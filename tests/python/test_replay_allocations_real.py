@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
-from vtensor.allocations import MODELS, AllocationTrace, Event, device_needed, real, write_plain
+from vtensor.allocations import MODELS, device_needed
+from vtensor.allocations.events import AllocationTrace, Event
+from vtensor.allocations.plain import write_plain
+from vtensor.allocations.real import real
 from vtensor.cli import main
 
 MIB = 1 << 20

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving_support import FakeModel, alone, choose
-from vtensor.replay import PagedCache, RadixCache, StaticCache
+from vtensor.replay.baselines import StaticCache
+from vtensor.replay.paged import PagedCache
+from vtensor.replay.radix import RadixCache
 from vtensor.serving import Engine, Request, Scheduler
 
 FRAME = 4

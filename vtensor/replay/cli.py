@@ -9,11 +9,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from vtensor._base.arguments import byte_count
 from vtensor._base.terminal import Progress
 from vtensor.errors import InvalidArgument
 from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
 from vtensor.replay.report import picture, table, to_json
-from vtensor.replay.shapes import MODELS, model_shape, parse_bytes
+from vtensor.replay.shapes import MODELS, model_shape
 from vtensor.replay.simulate import SLO_TPOT, SLO_TTFT, ServiceModel, replay
 from vtensor.replay.traces import Row, read_trace
 
@@ -149,7 +150,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:
     shape = model_shape(arguments.model)
-    page_size = parse_bytes(arguments.page_size)
+    page_size = _bytes("--page-size", arguments.page_size)
     max_len = _within("--max-len", arguments.max_len, 1)
     tokens = [row.prompt_tokens + row.output_tokens for row in rows]
     if max_len is None:
@@ -162,7 +163,7 @@ def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:
     lookahead = _within("--lookahead", arguments.lookahead, 0)
     return Server(
         shape=shape,
-        memory=parse_bytes(arguments.memory),
+        memory=_bytes("--memory", arguments.memory),
         max_batch=_within("--max-batch", arguments.max_batch, 1, _MOST_AT_A_TIME),
         max_len=max_len,
         page_size=page_size,
@@ -216,6 +217,10 @@ def _within(name: str, number: _Number, least: int, most: int = _MOST) -> _Numbe
         bound = f"at least {least}" if number < least else f"at most {most:,}"
         raise InvalidArgument(f"[replay] {name} {number}: it must be {bound}")
     return number
+
+
+def _bytes(name: str, text: str) -> int:
+    return _within(name, byte_count("replay", name, text), 1, 2**62)
 
 
 def _over_zero(name: str, number: float) -> float:

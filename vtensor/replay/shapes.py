@@ -1,11 +1,10 @@
-"""The size of a token's K and V in known models, and the parser for sizes such as ``40GiB``."""
+"""The size of a token's K and V in known models."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from vtensor._base import units
 from vtensor.errors import InvalidArgument
 
 
@@ -55,15 +54,3 @@ def model_shape(name: str) -> ModelShape:
         f"[replay] model {name!r}: pass one of {', '.join(MODELS)}, or LAYERSxKV_HEADSxHEAD_DIM as in "
         "32x8x128"
     )
-
-
-def parse_bytes(text: str) -> int:
-    """The bytes that a text such as ``40GiB``, ``2MiB`` or ``4096`` stands for.
-
-    Raises:
-        InvalidArgument: if it is no such text, or 0.
-    """
-    size = units.parse_bytes(text) or 0
-    if not 0 < size < 2**63:
-        raise InvalidArgument(f"[replay] size {text!r}: write it as 40GiB, 512MiB, 64KiB or in bytes")
-    return size
