@@ -80,7 +80,7 @@ class Arena(Closes, Drawn):
         Closed: the pool is closed.
     """
 
-    _registered: object  # the pool's weak reference to it
+    _made_at: str
 
     def __init__(
         self, nbytes: int, *, pool: Pool | None = None, zeros: bool = False, tag: str = "kv"

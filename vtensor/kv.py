@@ -638,5 +638,5 @@ class KVCache(Closes, Drawn):
             )
         return numbers
 
-    _registered: object = None  # the pool's way to this cache
+    _made_at: str
     _last_places: tuple[Runs, tuple[torch.Tensor, torch.Tensor]] | None = None

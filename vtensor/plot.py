@@ -26,10 +26,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
-from vtensor import pool as _pool
 from vtensor import trace
 from vtensor._base.units import byte_text
-from vtensor._base.weak import members
 from vtensor._pictures.events import lanes, memory_points, thinned
 from vtensor._pictures.pages import (
     COLOURS,
@@ -44,7 +42,7 @@ from vtensor._pictures.shares import Owner, SharedPage, as_tree, boxes
 from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
-from vtensor.pool import Pool, PoolStats
+from vtensor.pool import Pool, PoolStats, open_pools
 from vtensor.tensor import VTensor
 
 if TYPE_CHECKING:
@@ -290,9 +288,7 @@ class Sampling:
 def _reserved_now(events: Sequence[trace.Event]) -> int:
     """Bytes reserved for the open tensors, caches and arenas that the events name."""
     named = {event.tensor for event in events if event.tensor}
-    with _pool._sets_lock:
-        pools = members(_pool._pools)
-        owners: list[Any] = [entry.tensor() for pool in pools for entry in members(pool._tensors)]
+    owners: list[Any] = [owner for pool in open_pools() for owner in pool._each_tensor()]
     nbytes = 0
     for owner in owners:
         if isinstance(owner, VTensor) and not owner.closed:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import call
@@ -213,7 +214,8 @@ class Pool(Closes, Drawn):
         self._device = device
         # A simulated device's memory is the host's.
         self._tensor_device = torch.device("cpu") if core.device[0] == 1 else device
-        self._tensors: weakref.WeakSet[_Registered] = weakref.WeakSet()
+        # By id: a WeakSet would compare tensors by ==.
+        self._tensors: weakref.WeakValueDictionary[int, _Tensor] = weakref.WeakValueDictionary()
         self._heaps: dict[str, Heap] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._asleep: list[Image] = []
@@ -338,10 +340,9 @@ class Pool(Closes, Drawn):
         timeout = seconds("Pool.wait_idle", "timeout", timeout)
         until = time.monotonic() + timeout
         self._core.wait_idle(timeout)
-        with _sets_lock:
-            entries = members(self._tensors)
-        for entry in entries:
-            if not entry.await_arrivals(until - time.monotonic()):
+        for t in self._each_tensor():
+            wait = getattr(type(t), "_await_arrivals", None)  # of a cache: all copies to its slots
+            if wait is not None and not wait(t, until - time.monotonic()):
                 raise TimedOut(
                     f"[Pool.wait_idle] timed out after {timeout:g} s: slots of a cache are still being "
                     "copied from host memory; they stay as they are"
@@ -415,11 +416,10 @@ class Pool(Closes, Drawn):
     def _sleepers(self) -> dict[str, list[Sleeper]]:
         """The objects whose memory can leave, by tag."""
         with _sets_lock:
-            tensors = [entry.tensor() for entry in members(self._tensors)]
             heaps = list(self._heaps.items())
         by_tag: dict[str, list[Sleeper]] = {}
-        for t in tensors:
-            if t is not None and not t.closed:
+        for t in self._each_tensor():
+            if not t.closed:
                 by_tag.setdefault(t._sleeps_as, []).append(t)
         for tag, heap in heaps:
             by_tag.setdefault(tag, []).append(heap)
@@ -466,11 +466,9 @@ class Pool(Closes, Drawn):
     def _close_tensors(self) -> None:
         """Closes as many as it can, and then raises the first refusal."""
         first: VTensorError | None = None
-        with _sets_lock:
-            entries = members(self._tensors)
-        for entry in entries:
+        for t in self._each_tensor():
             try:
-                entry.close()
+                t.close()
             except VTensorError as error:
                 first = first or error
         if first is not None:
@@ -512,12 +510,19 @@ class Pool(Closes, Drawn):
         return core
 
     def _register(self, tensor: _Tensor) -> None:
-        tensor._registered = _Registered(tensor)
-        with _sets_lock:
-            self._tensors.add(tensor._registered)
+        tensor._made_at = made_at()
+        self._tensors[id(tensor)] = tensor
         if self._closed:  # by another thread, which may be interrupted and leave the pool open
             tensor.close()
             raise Closed("[empty] the pool is being closed by another thread: make a new one")
+
+    def _each_tensor(self) -> Iterator[_Tensor]:
+        """One at a time, so that none is kept that is dropped meanwhile. Others may be made meanwhile."""
+        for known in self._tensors.valuerefs():
+            tensor = known()
+            if tensor is not None:
+                yield tensor
+            del tensor
 
 
 def _no_such_tag(operation: str, tag: object, by_tag: dict[str, list[Sleeper]]) -> InvalidArgument:
@@ -531,9 +536,9 @@ def _retire(core: _core.PagePool) -> None:
 
 
 class _Tensor(Sleeper, Protocol):
-    """An object that uses a pool's pages and ends with the pool: a VTensor or a KVCache."""
+    """An object that uses a pool's pages and ends with the pool: a VTensor, a KVCache or an Arena."""
 
-    _registered: object
+    _made_at: str
     _sleeps_as: str
 
     @property
@@ -550,7 +555,7 @@ class Heap:
     adopted: Adopted
     torch_pool: object = None
     """The ``torch.cuda.MemPool`` over it, once there is one."""
-    made_at: str = field(default_factory=lambda: made_at())
+    _made_at: str = field(default_factory=lambda: made_at())
 
     def _fall_asleep(self, sleep: _core.FallAsleep, discard: bool) -> None:
         if not self.core.asleep:
@@ -576,29 +581,6 @@ def made_at() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-class _Registered:
-    """A pool's weak reference to a tensor. The tensor owns it, because a WeakSet of tensors would compare
-    them by ``==``."""
-
-    def __init__(self, tensor: _Tensor) -> None:
-        self._tensor: weakref.ref[_Tensor] = weakref.ref(tensor)
-        self.made_at = made_at()
-
-    def tensor(self) -> _Tensor | None:
-        return self._tensor()
-
-    def close(self) -> None:
-        tensor = self._tensor()
-        if tensor is not None:
-            tensor.close()
-
-    def await_arrivals(self, seconds: float) -> bool:
-        """Whether all copies to a cache's slots end within ``seconds``."""
-        tensor = self._tensor()
-        wait = getattr(type(tensor), "_await_arrivals", None)  # of a cache
-        return wait is None or bool(wait(tensor, seconds))
 
 
 def checked_page_size(page_size: Bytes | None) -> int:

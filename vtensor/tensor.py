@@ -43,7 +43,7 @@ class VTensor(torch.Tensor, Drawn):
 
     _core: TensorCore
     _pool: Pool
-    _registered: object
+    _made_at: str
 
     # Kernels and operators see a plain tensor, and return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl

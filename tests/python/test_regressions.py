@@ -16,6 +16,7 @@ from vtensor.integrations.full_extent import FullExtent
 import vtensor
 from support import received, run_snippet
 from vtensor import plot, testing, together
+from vtensor.pool import open_pools
 from vtensor.replay import read_trace
 from vtensor.serving import Request
 
@@ -314,17 +315,21 @@ def test_a_tensor_is_made_while_a_pool_looks_through_its_tensors(monkeypatch, op
     """By a finalizer or a signal handler, which run between any two bytecodes."""
     pool = vtensor.Pool("cpu", page_size=4096, prefetch=0)
     made = [vtensor.zeros(3, grow_dim=0, capacity=64, pool=pool) for _ in range(3)]
-    iterate = weakref.WeakSet.__iter__
     once = iter([1])
 
-    def interrupted(weak):
-        for entry in iterate(weak):
-            if weak is pool._tensors and next(once, None):
-                with suppress(vtensor.Closed):  # of a pool that is being closed
-                    made.append(vtensor.zeros(3, grow_dim=0, capacity=64, pool=pool))
-            yield entry
+    def interrupted(through):
+        def iterate(weak):
+            for entry in through(weak):
+                if weak is pool._tensors and next(once, None):
+                    with suppress(vtensor.Closed):  # of a pool that is being closed
+                        made.append(vtensor.zeros(3, grow_dim=0, capacity=64, pool=pool))
+                yield entry
 
-    monkeypatch.setattr(weakref.WeakSet, "__iter__", interrupted)
+        return iterate
+
+    for name in ("values", "items", "keys", "__iter__", "valuerefs", "itervaluerefs"):
+        iterate = interrupted(getattr(weakref.WeakValueDictionary, name))
+        monkeypatch.setattr(weakref.WeakValueDictionary, name, iterate)
     operation(pool)
     assert next(once, None) is None
     monkeypatch.undo()
@@ -382,7 +387,7 @@ def test_a_prompt_in_a_buffer_is_copied():
     assert request.prompt == (1, 2, 3)
 
 
-def test_a_pool_looks_through_its_tensors_where_the_stack_is_full(monkeypatch):
+def test_pools_are_looked_through_where_the_stack_is_full(monkeypatch):
     """A RecursionError is a RuntimeError, as that of a set that changes is, and would come again for ever."""
     refused = iter([1])
 
@@ -391,9 +396,6 @@ def test_a_pool_looks_through_its_tensors_where_the_stack_is_full(monkeypatch):
             raise RecursionError
         yield from ()
 
-    pool = vtensor.Pool("cpu", page_size=4096)
     monkeypatch.setattr(weakref.WeakSet, "__iter__", too_deep)
     with pytest.raises(RecursionError):
-        pool.wait_idle()
-    monkeypatch.undo()
-    pool.close()
+        open_pools()

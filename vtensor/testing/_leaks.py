@@ -31,9 +31,11 @@ class Look:
         _pool.notes_makers = True
         self._asked = [of_type("assert_no_leaks", "a pool", pool, Pool) for pool in pools]
         self._before = {pool: _counts(pool) for pool in self._pools()}
-        self._mapped_before = weakref.WeakKeyDictionary(
-            {entry: nbytes for pool in self._pools() for entry, _, nbytes in _open_objects(pool)}
-        )
+        self._mapped_before = {
+            id(owner): (weakref.ref(owner), nbytes)
+            for pool in self._pools()
+            for owner, _, nbytes in _open_objects(pool)
+        }
         self._files_before = _files()
 
     def _pools(self) -> list[Pool]:
@@ -64,9 +66,10 @@ class Look:
     def _holders(self, pool: Pool, views: bool) -> list[str]:
         """A line for each object that has more than before, and for views."""
         lines = []
-        for entry, name, nbytes in _open_objects(pool):
-            if nbytes > self._mapped_before.get(entry, -1):
-                made = f", made at {entry.made_at}" if entry.made_at else ""
+        for owner, name, nbytes in _open_objects(pool):
+            known, before = self._mapped_before.get(id(owner), (lambda: None, -1))
+            if known() is not owner or nbytes > before:
+                made = f", made at {owner._made_at}" if owner._made_at else ""
                 lines.append(f"{name}, {nbytes:,} bytes mapped{made}")
         return lines + (_views() if views else [])
 
@@ -109,18 +112,18 @@ def _counts(pool: Pool) -> dict[str, int]:
 
 
 def _open_objects(pool: Pool) -> list[tuple[Any, str, int]]:
-    """Each open object with memory of the pool: what knows where it was made, its name, bytes mapped."""
+    """Each open object with memory of the pool, its name, bytes mapped."""
     with _pool._sets_lock:
-        entries, heaps = members(pool._tensors), list(pool._heaps.items())
+        heaps = list(pool._heaps.items())
     found: list[tuple[Any, str, int]] = []
-    for entry in entries:
-        t: Any = entry.tensor()
-        if t is None or t.closed:
+    owners: Iterator[Any] = pool._each_tensor()
+    for t in owners:
+        if t.closed:
             continue
         if isinstance(t, VTensor):
-            found.append((entry, f"VTensor {tuple(t.shape)} at {t.address:#x}", t.nbytes_mapped))
+            found.append((t, f"VTensor {tuple(t.shape)} at {t.address:#x}", t.nbytes_mapped))
         else:
-            found.append((entry, f"{t!r}", t.stats().nbytes_mapped))
+            found.append((t, f"{t!r}", t.stats().nbytes_mapped))
     for tag, heap in heaps:
         counts = heap.core.counts()
         if counts.allocations:
