@@ -40,38 +40,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     service = ServiceModel()
     parser.add_argument("trace", metavar="TRACE", help="an Azure .csv or a Mooncake .jsonl file")
     parser.add_argument(
-        "--model", default="llama-3-8b", help=f"{', '.join(MODELS)}, or LAYERSxKV_HEADSxHEAD_DIM"
-    )
-    parser.add_argument("--memory", default="40GiB", help="for K and V (default: %(default)s)")
-    parser.add_argument(
         "--policy",
         action="append",
         choices=list(POLICIES),
         help=f"may be given several times (default: {', '.join(_by_default())})",
-    )
-    parser.add_argument("--limit", type=int, metavar="ROWS", help="the trace's first rows only")
-    parser.add_argument(
-        "--speed", type=float, default=1.0, help="requests come this many times faster (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-batch", type=int, default=256, help="the most requests at a time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-len", type=int, help="the most tokens of a request (default: the longest of the trace)"
-    )
-    parser.add_argument(
-        "--token-budget", type=int, default=2048, help="tokens of an iteration (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--page-size", default="2MiB", help="of the driver; vtensor only (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layer-group", type=int, help="layers in a page; vtensor only (default: as many as fit)"
-    )
-    parser.add_argument(
-        "--lookahead",
-        type=int,
-        help=f"tokens kept ready by the mapper; vtensor only (default: {_LOOKAHEAD}, or --max-len below it)",
     )
     parser.add_argument(
         "--driver",
@@ -79,30 +51,35 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default="host",
         help="mmap, or the simulated libcuda that $VTENSOR_SIMCUDA names; vtensor only",
     )
+    copies = "bytes a second of copies to host memory, and of copies from it"
+    lookahead = f"(default: {_LOOKAHEAD}, or --max-len below it)"
     slower = "the part by which waits in host memory may lengthen the mean time per token; layerkv only"
-    for name, default, metavar, what in (
-        ("--step-ms", service.step_seconds * 1e3, None, "fixed time of an iteration"),
-        ("--tokens-per-second", service.tokens_per_second, None, "tokens computed a second"),
-        ("--kv-bandwidth", service.kv_bytes_per_second, None, "bytes of K and V read a second"),
-        (
-            "--copy-bandwidth",
-            service.copy_bytes_per_second,
-            "BYTES_PER_SECOND",
-            "bytes a second of copies to host memory, and of copies from it",
-        ),
-        ("--slower", 0.05, None, slower),
-        ("--slo-ttft", SLO_TTFT, "SECONDS", "the promise: seconds to the first token"),
-        ("--slo-tpot", SLO_TPOT, "SECONDS", "the promise: seconds for each later token"),
-    ):
-        help_ = f"{what} (default: %(default)s)"
-        parser.add_argument(name, type=float, default=default, metavar=metavar, help=help_)
-    parser.add_argument(
-        "--latencies",
-        metavar="FILE",
-        help="JSON object from a driver call to its microseconds, which lengthen iterations (default: none)",
-    )
+    latencies = "JSON object from a driver call to its microseconds, which lengthen iterations"
+    options: list[tuple[str, type, object, str | None, str]] = [
+        ("--model", str, "llama-3-8b", None, f"{', '.join(MODELS)}, or LAYERSxKV_HEADSxHEAD_DIM"),
+        ("--memory", str, "40GiB", None, "for K and V"),
+        ("--limit", int, None, "ROWS", "the trace's first rows only"),
+        ("--speed", float, 1.0, None, "requests come this many times faster"),
+        ("--max-batch", int, 256, None, "the most requests at a time"),
+        ("--max-len", int, None, None, "the most tokens of a request (default: the longest of the trace)"),
+        ("--token-budget", int, 2048, None, "tokens of an iteration"),
+        ("--page-size", str, "2MiB", None, "of the driver; vtensor only"),
+        ("--layer-group", int, None, None, "layers in a page; vtensor only (default: as many as fit)"),
+        ("--lookahead", int, None, None, f"tokens kept ready by the mapper; vtensor only {lookahead}"),
+        ("--step-ms", float, service.step_seconds * 1e3, None, "fixed time of an iteration"),
+        ("--tokens-per-second", float, service.tokens_per_second, None, "tokens computed a second"),
+        ("--kv-bandwidth", float, service.kv_bytes_per_second, None, "bytes of K and V read a second"),
+        ("--copy-bandwidth", float, service.copy_bytes_per_second, "BYTES_PER_SECOND", copies),
+        ("--slower", float, 0.05, None, slower),
+        ("--slo-ttft", float, SLO_TTFT, "SECONDS", "the promise: seconds to the first token"),
+        ("--slo-tpot", float, SLO_TPOT, "SECONDS", "the promise: seconds for each later token"),
+        ("--latencies", str, None, "FILE", latencies),
+        ("--plot", str, None, "FILE", "also draw a picture (.png, .svg, ...)"),
+    ]
+    for name, kind, default, metavar, what in options:
+        shown = "" if default is None else " (default: %(default)s)"
+        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=what + shown)
     parser.add_argument("--json", action="store_true", help="JSON instead of the table")
-    parser.add_argument("--plot", metavar="FILE", help="also draw a picture (.png, .svg, ...)")
 
 
 def main(arguments: argparse.Namespace) -> None:
