@@ -23,25 +23,18 @@ _MOST_STRIPS = 8  # rows of a tensor, slots of a cache
 _WIDTH, _HEIGHT = 720, 18  # of a strip, in SVG units
 _TAIL = 90  # the part of the width for reserved slots that are not drawn to scale
 
-# JupyterLab names its theme in an attribute of the body, VS Code in a class; other viewers follow the
-# system's theme. Only text and lines change with the theme: the pages' colours suit both backgrounds.
+# Text and lines have the colour of the text around, so that they suit any theme. So do the pages' colours.
 _STYLE = (
-    ".vtensor{--vt-text:#24292f;--vt-faint:#57606a;--vt-empty:#eceff1;--vt-line:#b4bdc4;padding:2px 6px;"
-    "font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-content-font-color1,"
-    "var(--vt-text))}"
-    "@media(prefers-color-scheme:dark){.vtensor{DARK}}"
-    "[data-jp-theme-light=true] .vtensor{--vt-text:#24292f;--vt-faint:#57606a;--vt-empty:#eceff1;"
-    "--vt-line:#b4bdc4}"
-    "[data-jp-theme-light=false] .vtensor,.vscode-dark .vtensor{DARK}"
-    ".vtensor .vt-faint{color:var(--jp-content-font-color2,var(--vt-faint))}"
+    ".vtensor{padding:2px 6px;font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif)}"
+    ".vtensor .vt-faint{opacity:0.75}"
     ".vtensor svg{display:block;width:100%;max-width:720px;height:auto;margin:3px 0}"
-    ".vtensor .vt-empty{fill:var(--vt-empty);stroke:var(--vt-line)}"
-    ".vtensor .vt-tick{stroke:var(--jp-content-font-color1,var(--vt-text))}"
     ".vtensor .vt-what{margin-top:5px}"
     ".vtensor .vt-key{display:inline-block;box-sizing:border-box;width:10px;height:10px;margin:0 4px 0 0;"
     "border-radius:2px}"
     ".vtensor .vt-item{margin-right:14px;white-space:nowrap}"
-).replace("DARK", "--vt-text:#e6edf3;--vt-faint:#9da7b1;--vt-empty:#2b3137;--vt-line:#545d66")
+)
+_LINE = 'stroke="currentColor" stroke-opacity="0.3"'
+_EMPTY = f'fill="currentColor" fill-opacity="0.08" {_LINE}'
 
 
 def bundle(shown: VTensor | Pool | Arena | KVCache) -> dict[str, str]:
@@ -185,16 +178,15 @@ def _strip(name: str, runs: Sequence[PageRun], shown: int, slots: int) -> str:
         shapes.append(_box(run.start * scale, (run.stop - run.start) * scale, colour, hint))
     if scale >= 5:  # room for lines between pages
         shapes += [
-            f'<path class="vt-empty" stroke="#b4bdc4" stroke-width="0.7" '
-            f'd="M{at * scale:.1f} 1V{_HEIGHT - 1}"/>'
+            f'<path {_LINE} stroke-width="0.7" d="M{at * scale:.1f} 1V{_HEIGHT - 1}"/>'
             for run in runs
             for at in range(run.start + 1, run.stop)
         ]
     if slots > shown:
         start = shown * scale
         shapes.append(
-            f'<rect class="vt-empty" x="{start:.1f}" y="0.5" width="{_TAIL - 0.5:.1f}" '
-            f'height="{_HEIGHT - 1}" fill="#eceff1" stroke="#b4bdc4" stroke-dasharray="3 3">'
+            f'<rect x="{start:.1f}" y="0.5" width="{_TAIL - 0.5:.1f}" height="{_HEIGHT - 1}" {_EMPTY} '
+            'stroke-dasharray="3 3">'
             f"<title>pages {shown:,} to {slots - 1:,}: reserved, not to scale</title></rect>"
         )
     words = ", ".join(f"{run.state} {run.start:,} to {run.stop - 1:,}" for run in runs[:12])
@@ -218,9 +210,7 @@ def _tensor_key(pages: TensorPages) -> str:
 def _key(parts: Iterable[tuple[str, int, str | None]]) -> str:
     items = []
     for name, pages, colour in parts:
-        style = (
-            f"background:{colour}" if colour else "background:var(--vt-empty);border:1px solid var(--vt-line)"
-        )
+        style = f"background:{colour}" if colour else "border:1px solid;opacity:0.4"
         hint = f' title="{escape(MEANINGS[name])}"' if name in MEANINGS else ""
         items.append(
             f'<span class="vt-item"{hint}><span class="vt-key" style="{style}"></span>'
@@ -269,8 +259,8 @@ def _slots(lengths: Sequence[int], page_tokens: int) -> str:
 
 
 def _box(x: float, width: float, colour: str | None, inner: str = "") -> str:
-    """A rectangle of full height. Its attributes apply if a viewer drops the style sheet, as GitHub does."""
-    look = f'fill="{colour}"' if colour else 'class="vt-empty" fill="#eceff1" stroke="#b4bdc4"'
+    """A rectangle of full height."""
+    look = f'fill="{colour}"' if colour else _EMPTY
     return f'<rect x="{x:.1f}" y="0.5" width="{width:.1f}" height="{_HEIGHT - 1}" {look}>{inner}</rect>'
 
 
