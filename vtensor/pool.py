@@ -257,7 +257,7 @@ class Pool(Closes, Drawn):
 
     @budget.setter
     def budget(self, value: Bytes) -> None:
-        self._open_core("Pool.budget").set_budget(_budget("Pool.budget", value))
+        self._open_core("Pool.budget").set_budget(_nbytes("budget", value, 1, "Pool.budget"))
 
     @property
     def closed(self) -> bool:
@@ -585,15 +585,7 @@ def made_at() -> str:
 
 def checked_page_size(page_size: Bytes | None) -> int:
     """The page size as the core takes it: 0 asks for the default."""
-    if page_size is None:
-        return 0
-    size = byte_count("Pool", "page_size", page_size)
-    if not 0 < size <= _MOST_BYTES:
-        raise InvalidArgument(
-            f"[Pool] page_size is {size} bytes: give a power of two from 4096 (host), or a multiple of the "
-            "granularity (CUDA)"
-        )
-    return size
+    return 0 if page_size is None else _nbytes("page_size", page_size, 1)
 
 
 def pool_options(
@@ -626,7 +618,7 @@ def pool_options(
     else:
         cache = _nbytes("cache", cache)
     return _core.PoolOptions(
-        budget=0 if budget is None else _budget("Pool", budget),
+        budget=0 if budget is None else _nbytes("budget", budget, 1),
         shared_budget=shared_budget or "",
         zero=getattr(_core.ZeroPolicy, policy),
         prefetch=prefetch,
@@ -637,19 +629,12 @@ def pool_options(
     )
 
 
-def _budget(operation: str, budget: Bytes) -> int:
-    nbytes = byte_count(operation, "budget", budget)
-    if not 0 < nbytes <= _MOST_BYTES:
+def _nbytes(name: str, value: Bytes, least: int = 0, operation: str = "Pool") -> int:
+    nbytes = byte_count(operation, name, value)
+    if not least <= nbytes <= _MOST_BYTES:
         raise InvalidArgument(
-            f"[{operation}] budget is {nbytes} bytes: it must hold a page and fit in an address space"
+            f"[{operation}] {name} is {nbytes} bytes: it must be at least {least} and fit in memory"
         )
-    return nbytes
-
-
-def _nbytes(name: str, value: Bytes) -> int:
-    nbytes = byte_count("Pool", name, value)
-    if not 0 <= nbytes <= _MOST_BYTES:
-        raise InvalidArgument(f"[Pool] {name} is {nbytes} bytes: it must be at least 0 and fit in memory")
     return nbytes
 
 
