@@ -14,28 +14,19 @@ if TYPE_CHECKING:
 
 MOST_RECORDS = 1 << 15  # pages; a tensor with more is drawn from its lengths, not page by page
 
-COLOURS = {
-    "mapped": "#1b9aaa",
-    "shared": "#8e6bbf",
-    "prefetched": "#9bd1d8",
-    "cached": "#a9b665",
-    "pinned": "#e0a33e",
-    "private": "#d9647a",
-    "asleep": "#77838a",
-    "reserved": "#c9d1d6",
+_STATES = {
+    "mapped": ("#1b9aaa", "in use by this tensor alone"),
+    "shared": ("#8e6bbf", "in use, and shared copy-on-write"),
+    "prefetched": ("#9bd1d8", "prepared ahead of need"),
+    "cached": ("#a9b665", "left by freed tensors for the next"),
+    "pinned": ("#e0a33e", "kept by views or by work that may use it"),
+    "private": ("#d9647a", "shared once, written since"),
+    "asleep": ("#77838a", "away until Pool.wake"),
+    "reserved": ("#c9d1d6", "addresses without memory"),
 }
+COLOURS = {state: colour for state, (colour, _) in _STATES.items()}
 """The states of a page, most important first. The colours suit light and dark backgrounds."""
-
-MEANINGS = {
-    "mapped": "in use by this tensor alone",
-    "shared": "in use, and shared copy-on-write",
-    "prefetched": "prepared ahead of need",
-    "cached": "left by freed tensors for the next",
-    "pinned": "kept by views or by work that may use it",
-    "private": "shared once, written since",
-    "asleep": "away until Pool.wake",
-    "reserved": "addresses without memory",
-}
+MEANINGS = {state: meaning for state, (_, meaning) in _STATES.items()}
 
 # A cell that covers several pages shows the first of these states among them.
 _TELLING = ("private", "shared", "pinned", "mapped", "cached", "prefetched", "asleep", "reserved")
