@@ -25,10 +25,6 @@ class Step:
     milliseconds: float
 
 
-class _Wrong(Exception):
-    """A check of the self-test failed."""
-
-
 def self_test(pool: vtensor.Pool) -> list[Step]:
     """Runs the steps on a pool of at least 32 free pages. Stops at the first step that fails."""
     steps: list[Step] = []
@@ -39,7 +35,7 @@ def self_test(pool: vtensor.Pool) -> list[Step]:
             detail = next(test)
         except StopIteration:
             return steps
-        except (_Wrong, AssertionError, vtensor.VTensorError, RuntimeError) as error:
+        except (AssertionError, vtensor.VTensorError, RuntimeError) as error:
             steps.append(Step(_NAMES[len(steps)], False, str(error), _since(start)))
             return steps
         steps.append(Step(_NAMES[len(steps)], True, detail, _since(start)))
@@ -51,7 +47,7 @@ def _since(start: float) -> float:
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise _Wrong(what)
+        raise AssertionError(what)
 
 
 def _steps(pool: vtensor.Pool) -> Iterator[str]:
