@@ -262,9 +262,8 @@ Engine(idle, print).submit(<None | 'request' | ('id', [1], 2)>) -> : give a Requ
 Engine(idle, print).submit(request(prompt=8)) -> token ids
 --- replays
 <PagedCache(0, 4, 64) | StaticCache(29, 8, 30)> -> give it more
-<paged | static>.<fork(0) | reorder([0], [0])> -> one sample each: take a KVCache
+<paged | static>.<fork(0) | reorder([0], [0]) | swap_in(0)> -> one sample each: take a KVCache
 paged.swap_out([0]) -> no host memory
-paged.swap_in(0) -> not swapped out
 static.step([31, 0, 0]) -> a slot has 30
 replay.model_shape('llama') -> pass one of
 replay.open_cache('best', replay.Server(replay.model_shape('1x8x128'), 2**30, 4, 64, 2**21, 1)) -> pass one of

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from vtensor.errors import CapacityExceeded, InvalidArgument, OutOfPages
 from vtensor.kv import KVCacheStats
@@ -54,17 +54,11 @@ class OneSample:
     def swap_out(self, slot: int | Sequence[int]) -> None:
         raise OutOfPages(f"[{type(self).__name__}.swap_out] there is no host memory: compute it again")
 
-    def swap_in(self, slot: int | Sequence[int]) -> bool:
-        raise InvalidArgument(f"[{type(self).__name__}.swap_in] slot {slot} is not swapped out: call step()")
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        name = type(self).__name__
+        raise InvalidArgument(f"[{name}] it swaps nothing and manages one sample each: take a KVCache")
 
-    def fork(self, slot: int, n: int = 1) -> list[int]:
-        raise self._one_sample("fork")
-
-    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> list[int]:
-        raise self._one_sample("reorder")
-
-    def _one_sample(self, name: str) -> InvalidArgument:
-        return InvalidArgument(f"[{type(self).__name__}.{name}] it manages one sample each: take a KVCache")
+    swap_in = fork = reorder = _refuse
 
 
 class StaticCache(OneSample):
