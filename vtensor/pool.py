@@ -585,7 +585,7 @@ def made_at() -> str:
 
 def checked_page_size(page_size: Bytes | None) -> int:
     """The page size as the core takes it: 0 asks for the default."""
-    return 0 if page_size is None else _nbytes("page_size", page_size, 1)
+    return 0 if page_size is None else _nbytes("page_size", page_size, 4096)
 
 
 def pool_options(

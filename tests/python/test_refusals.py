@@ -87,8 +87,9 @@ make(2**29, 0, 8) -> make several tensors
 make(2, 4, 8, tag=<'' | 3>) -> tag
 --- pools
 pool_of(<prefetch | cache | spare | device_reserve | page_size | budget>=<NO_BYTES | -1 | 2**63 | 2**100>)
-pool_of(page_size=<1 | 2048 | 4097 | 12288>) -> powers of two from 4096
+pool_of(page_size=<0 | 1 | 4095>) -> bytes: it must be at least 4096
 pool_of(budget=<0 | 1 | 4095>) -> budget
+pool_of(page_size=<4097 | 12288>) -> powers of two from 4096
 pool_of(zero=<'sometimes' | None | 1.5 | []>) -> zero
 pool_of(shared_budget=<'\\udc80' | 'a\\0b' | '' | 5>) -> give the name of a shared
 pool_of(shared_budget='a/b') -> shared
