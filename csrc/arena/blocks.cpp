@@ -1,7 +1,6 @@
 #include "arena/blocks.h"
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -12,26 +11,19 @@
 
 namespace vtensor {
 
-namespace {
-
-constexpr std::uint64_t kHeld = std::numeric_limits<std::uint64_t>::max();
-
-}  // namespace
-
 Blocks::Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes)
     : parts_(std::move(parts)) {
   if (count == 0 || parts_.empty())
     throw InvalidArgument("[Blocks] ", count, " blocks of ", parts_.size(),
                           " parts: give at least one block, of at least one part");
-  for (const Part& part : parts_) {
-    const std::optional<std::size_t> last = checked_multiply(count - 1, part.stride);
-    if (part.size != 0 && last && *last <= bytes && part.offset <= bytes - *last &&
-        part.size <= bytes - *last - part.offset) {
+  for (const auto& [offset, stride, size] : parts_) {
+    const std::optional<std::size_t> last = checked_multiply(count - 1, stride);
+    if (size != 0 && last && *last <= bytes && offset <= bytes - *last &&
+        size <= bytes - *last - offset) {
       continue;
     }
-    throw InvalidArgument("[Blocks] a part of ", part.size, " bytes at ", part.offset,
-                          ", and every ", part.stride, " bytes for ", count,
-                          " blocks, is not in the arena, which has ", bytes,
+    throw InvalidArgument("[Blocks] a part of ", size, " bytes at ", offset, ", and every ", stride,
+                          " bytes for ", count, " blocks, is not in the arena, which has ", bytes,
                           ": give parts of at least one byte that end in it");
   }
   blocks_.resize(count);
@@ -49,9 +41,9 @@ std::vector<Interval> Blocks::bytes_of(std::span<const std::size_t> numbers) con
   std::vector<Interval> bytes;
   bytes.reserve(numbers.size() * parts_.size());
   for (const std::size_t number : numbers) {
-    for (const Part& part : parts_) {
-      const std::size_t begin = part.offset + number * part.stride;
-      bytes.push_back({begin, begin + part.size});
+    for (const auto& [offset, stride, size] : parts_) {
+      const std::size_t begin = offset + number * stride;
+      bytes.push_back({begin, begin + size});
     }
   }
   return bytes;
@@ -85,32 +77,31 @@ Blocks::Held Blocks::hold(Arena& arena, const Caller& caller,
   for (const std::size_t number : numbers) {
     if (!seen.insert(number).second) continue;
     named.push_back(number);
-    if (!blocks_[number].held) added.push_back(number);
+    if (!blocks_[number].held()) added.push_back(number);
   }
-  Held held;
-  held.kept.reserve(named.size());
-  held.lost.reserve(named.size());
+  std::vector<std::size_t> kept, lost;
+  kept.reserve(named.size());
+  lost.reserve(named.size());
   std::vector<char> whole;
   if (!added.empty()) whole = arena.map(caller, bytes_of(added), times_of(added));
   // From here on nothing is refused.
   std::size_t n = 0;
   for (const std::size_t number : named) {
     Block& block = blocks_[number];
-    const bool kept = block.held || is_whole(whole, n++);
-    (kept ? held.kept : held.lost).push_back(number);
-    if (block.held) continue;
-    block.held = true;
+    const bool has_contents = block.held() || is_whole(whole, n++);
+    (has_contents ? kept : lost).push_back(number);
+    if (block.held()) continue;
     block.seen = kHeld;
     if (block.uses++ == 0) ++mapped_;
   }
-  return held;
+  return {std::move(kept), std::move(lost)};
 }
 
 void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
   require(caller.operation, numbers);
   const std::uint64_t now = arena.now();  // pages that arrive from here on do so later
   std::vector<std::size_t> released(numbers.begin(), numbers.end());
-  std::erase_if(released, [this](std::size_t number) { return !blocks_[number].held; });
+  std::erase_if(released, [this](std::size_t number) { return !blocks_[number].held(); });
   std::sort(released.begin(), released.end());
   released.erase(std::unique(released.begin(), released.end()), released.end());
   if (begun_ == ended_) {
@@ -119,10 +110,7 @@ void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::si
     leaving_.emplace_back(begun_, released);
   }
   // From here on nothing is refused.
-  for (const std::size_t number : released) {
-    blocks_[number].held = false;
-    blocks_[number].seen = now;
-  }
+  for (const std::size_t number : released) blocks_[number].seen = now;
 }
 
 void Blocks::end_step(Arena& arena, const Caller& caller) {

@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <span>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -18,10 +20,8 @@ namespace vtensor {
 // Calls of one object must not overlap.
 class Blocks {
  public:
-  // A part of every block: `size` bytes at `offset + block * stride`.
-  struct Part {
-    std::size_t offset, stride, size;
-  };
+  // A part of every block, as (offset, stride, size): `size` bytes at `offset + block * stride`.
+  using Part = std::tuple<std::size_t, std::size_t, std::size_t>;
   // Throws InvalidArgument if a block has no bytes, or some beyond the arena's `bytes`.
   Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes);
 
@@ -29,9 +29,7 @@ class Blocks {
   std::size_t mapped() const { return mapped_; }
 
   // Blocks whose contents are those of their last release, and blocks that lost them.
-  struct Held {
-    std::vector<std::size_t> kept, lost;
-  };
+  using Held = std::pair<std::vector<std::size_t>, std::vector<std::size_t>>;
   // Holds blocks: maps those that are not held yet. Returns each of `numbers` once. Whole or
   // nothing; throws as Arena::map.
   Held hold(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers);
@@ -56,10 +54,12 @@ class Blocks {
   // A block has one use of its pages while it is held, and one for each release that waits for the
   // end of a step.
   struct Block {
-    bool held = false;
     std::uint32_t uses = 0;
     std::uint64_t seen = 0;  // the arena's time of its last release; kHeld while it is held
+
+    bool held() const { return seen == kHeld; }
   };
+  static constexpr std::uint64_t kHeld = std::numeric_limits<std::uint64_t>::max();
 
   // For each interval of bytes_of(numbers): when its block was last released.
   std::vector<std::uint64_t> times_of(std::span<const std::size_t> numbers) const;

@@ -151,56 +151,48 @@ class ArenaCore {
 // The blocks of an arena. Every operation on them is one on the arena.
 class BlocksCore {
  public:
-  using Part = std::tuple<std::size_t, std::size_t, std::size_t>;
+  BlocksCore(ArenaCore& core, std::size_t count, const std::vector<Blocks::Part>& parts)
+      : core_(core), blocks_(count, parts, core.bytes()) {}
 
-  BlocksCore(ArenaCore& core, std::size_t count, const std::vector<Part>& parts) : core_(core) {
-    std::vector<Blocks::Part> all;
-    for (const auto& [offset, stride, size] : parts) all.push_back({offset, stride, size});
-    blocks_.emplace(count, std::move(all), core.bytes());
-  }
-
-  // The blocks that have their contents, and those that lost them.
-  using Held = std::tuple<std::vector<std::size_t>, std::vector<std::size_t>>;
-  Held hold(nb::handle numbers) {
+  Blocks::Held hold(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.hold", numbers);
-    Blocks::Held held = core_.run_with_memory(
-        "Blocks.hold",
-        [&](Arena& arena, const Caller& caller) { return blocks_->hold(arena, caller, all); });
-    return {std::move(held.kept), std::move(held.lost)};
+    return core_.run_with_memory("Blocks.hold", [&](Arena& arena, const Caller& caller) {
+      return blocks_.hold(arena, caller, all);
+    });
   }
   void prepare(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.prepare", numbers);
     core_.run("Blocks.prepare", {}, [&](Arena& arena, const Caller& caller) {
       arena.raise_error(caller.operation);
-      arena.prepare(blocks_->bytes_of(all));
+      arena.prepare(blocks_.bytes_of(all));
     });
   }
   void release(nb::handle numbers, std::optional<Stream> stream) {
     const std::vector<std::size_t> all = read("Blocks.release", numbers);
     core_.run("Blocks.release", stream,
-              [&](Arena& arena, const Caller& caller) { blocks_->release(arena, caller, all); });
+              [&](Arena& arena, const Caller& caller) { blocks_.release(arena, caller, all); });
   }
   void begin_step() {
-    core_.run("Blocks.begin_step", {}, [&](Arena&, const Caller&) { blocks_->begin_step(); });
+    core_.run("Blocks.begin_step", {}, [&](Arena&, const Caller&) { blocks_.begin_step(); });
   }
   void end_step(std::optional<Stream> stream) {
     core_.run("Blocks.end_step", stream,
-              [&](Arena& arena, const Caller& caller) { blocks_->end_step(arena, caller); });
+              [&](Arena& arena, const Caller& caller) { blocks_.end_step(arena, caller); });
   }
   std::vector<bool> whole(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.whole", numbers);
     return as_bools(core_.run("Blocks.whole", {}, [&](Arena& arena, const Caller& caller) {
-      return blocks_->whole(arena, all);
+      return blocks_.whole(arena, all);
     }));
   }
   std::size_t trim(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.trim", numbers);
     return core_.run("Blocks.trim", {}, [&](Arena& arena, const Caller& caller) {
-      return arena.trim(caller, blocks_->bytes_of(all));
+      return arena.trim(caller, blocks_.bytes_of(all));
     });
   }
   std::size_t mapped() {
-    return core_.run("Blocks.mapped", {}, [&](Arena&, const Caller&) { return blocks_->mapped(); });
+    return core_.run("Blocks.mapped", {}, [&](Arena&, const Caller&) { return blocks_.mapped(); });
   }
 
  private:
@@ -211,12 +203,12 @@ class BlocksCore {
         refuse(operation, "there is no block ", number, ": blocks are numbered from 0");
       return static_cast<std::size_t>(number);
     });
-    blocks_->require(operation, all);
+    blocks_.require(operation, all);
     return all;
   }
 
   ArenaCore& core_;  // which the binding keeps alive
-  std::optional<Blocks> blocks_;
+  Blocks blocks_;
 };
 
 }  // namespace
@@ -241,7 +233,7 @@ void bind_arena(nb::module_& module) {
       .def_prop_ro("closed", &ArenaCore::closed);
 
   nb::class_<BlocksCore>(module, "BlocksCore")
-      .def(nb::init<ArenaCore&, std::size_t, const std::vector<BlocksCore::Part>&>(),
+      .def(nb::init<ArenaCore&, std::size_t, const std::vector<Blocks::Part>&>(),
            nb::keep_alive<1, 2>(), "arena"_a, "count"_a, "parts"_a)
       .def("hold", &BlocksCore::hold, "numbers"_a)
       .def("prepare", &BlocksCore::prepare, "numbers"_a)

@@ -25,13 +25,6 @@ namespace vtensor::bind {
 
 namespace {
 
-// A forked child leaves the readers of its parent as they are.
-struct DeleteOwn {
-  void operator()(RangeReaders* readers) const {
-    if (!readers->left_behind()) delete readers;
-  }
-};
-
 // The ranges of one object, which are synced together. Views keep all of them.
 class ReaderCore {
  public:
@@ -48,8 +41,11 @@ class ReaderCore {
       cuda.memory_is_host_memory = true;
     }
     readers_ = without_gil([&] {
+      // A forked child leaves the readers of its parent as they are.
       return std::shared_ptr<RangeReaders>(new RangeReaders(ranges, std::move(memory), words, cuda),
-                                           DeleteOwn{});
+                                           [](RangeReaders* readers) {
+                                             if (!readers->left_behind()) delete readers;
+                                           });
     });
   }
 
