@@ -247,37 +247,23 @@ TEST_CASE("opening that is refused at any call leaves nothing") {  // I8, I14
   }
 }
 
-TEST_CASE("the driver's end unmaps what is left mapped") {  // I14
-  {
-    Bench<SimulatedCuda> bench;
-    const auto handles = bench.make_handles(3, 1);
-    const Address range = bench.driver->reserve(5);
-    bench.map(range + kPageSize, handles, Access::copy_on_write);
-    CHECK(SimulatedCuda::leaks() != "");
+TEST_CASE("the driver's end frees a range, or a page, that was refused to go") {  // I14
+  for (const char* const call : {"cuMemAddressFree", "cuMemRelease"}) {
+    CAPTURE(call);
+    {
+      Bench<SimulatedCuda> bench;
+      const Address range = bench.driver->reserve(3);
+      const Handle page = bench.driver->create(1);
+      SimulatedCuda::control().fail(call, 0, 1, 999);
+      const auto give_back = [&] {
+        bench.driver->destroy(page, 1);
+        bench.driver->free_range(range, 3);
+      };
+      CHECK_THROWS_AS(give_back(), DriverError);
+      CHECK(SimulatedCuda::leaks() != "");
+    }
+    CHECK(SimulatedCuda::leaks() == "");
   }
-  CHECK(SimulatedCuda::leaks() == "");
-}
-
-TEST_CASE("the driver's end frees a range whose freeing was refused") {  // I14
-  {
-    Bench<SimulatedCuda> bench;
-    const Address range = bench.driver->reserve(3);
-    SimulatedCuda::control().fail("cuMemAddressFree", 0, 1, 999);
-    CHECK_THROWS_AS(bench.driver->free_range(range, 3), DriverError);
-    CHECK(SimulatedCuda::leaks() != "");
-  }
-  CHECK(SimulatedCuda::leaks() == "");
-}
-
-TEST_CASE("the driver's end gives back a page whose release was refused") {  // I14
-  {
-    Bench<SimulatedCuda> bench;
-    const Handle page = bench.driver->create(1);
-    SimulatedCuda::control().fail("cuMemRelease", 0, 1, 999);
-    CHECK_THROWS_AS(bench.driver->destroy(page, 1), DriverError);
-    CHECK(SimulatedCuda::leaks() != "");
-  }
-  CHECK(SimulatedCuda::leaks() == "");
 }
 
 TEST_CASE("the driver's end serves a thread without a context, beside a capture") {  // I14

@@ -125,19 +125,6 @@ TEST_CASE("a fence passes when its stream's work is done, in no order with other
   CHECK(s.calls() == calls);
 }
 
-TEST_CASE("a fence of the default stream waits for blocking streams, and for no others") {
-  Scene s;
-  const CallerStream blocking(s.caller, CU_STREAM_DEFAULT);
-  s.control.hold(s.one.number());
-  s.control.hold(blocking.number());
-  s.launch(s.one, 0, 7);
-  s.launch(blocking, 1, 8);
-  const FencePtr fence = s.driver->fence(0);
-  CHECK_FALSE(s.driver->passed(*fence));
-  s.control.release(blocking.number());
-  CHECK(s.driver->passed(*fence));
-}
-
 TEST_CASE("the driver's own stream and the default stream do not wait for each other") {
   Scene s;
   s.control.hold(0);
@@ -165,26 +152,6 @@ TEST_CASE("order holds a stream's later work back until the fence has passed") {
   CHECK(HostPages::holds(s.range, kPageSize, 1));
   s.control.release(s.one.number());
   CHECK(s.holds(s.range, 0, 8));
-}
-
-TEST_CASE("fences pass late, or never") {
-  Scene s;
-  s.control.late_events(3, 0);
-  const FencePtr asked = s.driver->fence(s.one.stream());
-  for (int i = 0; i < 3; ++i) CHECK_FALSE(s.driver->passed(*asked));
-  CHECK(s.driver->passed(*asked));
-
-  s.control.late_events(0, 20);
-  const auto start = std::chrono::steady_clock::now();
-  const FencePtr later = s.driver->fence(s.one.stream());
-  CHECK(comes_true([&] { return s.driver->passed(*later); }));
-  CHECK(std::chrono::steady_clock::now() - start >= std::chrono::milliseconds(20));
-
-  s.control.late_events(SIMCUDA_ALL_STREAMS, 0);
-  const FencePtr never = s.driver->fence(s.one.stream());
-  for (int i = 0; i < 100; ++i) CHECK_FALSE(s.driver->passed(*never));
-  s.control.late_events(0, 0);
-  CHECK(s.driver->passed(*never));
 }
 
 TEST_CASE("events are used again, and what waited for one still does") {
@@ -228,24 +195,6 @@ TEST_CASE("a copy within the device waits for its turn in the stream") {
   CHECK(HostPages::holds(s.range + kPageSize, kPageSize, 2));
   s.control.release(s.one.number());
   CHECK(s.holds(s.range, 1, 7));
-}
-
-TEST_CASE("copies start behind the fences, and are whole on return") {
-  Scene s;
-  const Handle to = s.driver->create(1);
-  s.control.hold(s.one.number());
-  s.launch(s.one, 0, 7);
-  const FencePtr fences[] = {nullptr, s.driver->fence(s.one.stream())};
-  std::thread releases([&] {
-    // Not before the copy is launched and waits.
-    CHECK(comes_true([&] { return s.control.pending(s.driver->side_stream()) >= 3; }));
-    s.control.release(s.one.number());
-  });
-  const PageCopy copy{to, s.range};
-  s.driver->copy_pages({&copy, 1}, fences);
-  releases.join();
-  CHECK(s.is_marked(to, 7));
-  CHECK(s.control.illegal_accesses() == 0);
 }
 
 TEST_CASE("copies go in groups: a set-access, an event and an unmap each, no synchronising") {
@@ -364,20 +313,6 @@ TEST_CASE("a clean end does not wait for the device") {
   s.driver.reset();
   CHECK(s.control.calls("cuCtxSynchronize") == before);
   CHECK(s.control.leaks().ranges == 0);
-}
-
-TEST_CASE("what is unmapped too early is seen") {
-  Scene s;
-  s.control.hold(s.one.number());
-  s.launch(s.one, 0, 7);
-  const FencePtr fence = s.driver->fence(s.one.stream());
-  s.unmap(s.range + kPageSize, 1);  // nobody is there
-  CHECK(s.control.illegal_accesses() == 0);
-  s.unmap(s.range, 1);
-  CHECK(s.control.illegal_accesses() == 1);
-  s.control.release(s.one.number());
-  CHECK_THROWS_AS(s.driver->passed(*fence), DriverError);
-  CHECK(s.control.illegal_accesses() == 2);
 }
 
 TEST_CASE("a worker's query is one call, and leaves the thread relaxed") {

@@ -88,24 +88,6 @@ TEST_CASE_TEMPLATE("part of what was mapped in one call is unmapped alone", T, S
   bench.driver->free_range(range, 4);
 }
 
-TEST_CASE_TEMPLATE("one handle mapped twice is one memory", T, SUBJECTS) {
-  if (!is_available<T>()) return;
-  Bench<T> bench;
-  const auto handles = bench.make_handles(1, 1);
-  const Address a = bench.driver->reserve(1, {}), b = bench.driver->reserve(1);
-  bench.map(a, handles, Access::writable);
-  bench.map(b, handles, Access::writable);
-  bench.fill(a, 0, 7);
-  CHECK(bench.holds(b, 0, 7));
-  bench.unmap(a, handles.size());
-  bench.fill(b, 0, 8);
-  CHECK(bench.holds(b, 0, 8));
-  bench.unmap(b, handles.size());
-  CHECK(bench.is_marked(handles[0], 8));
-  bench.driver->free_range(a, 1);
-  bench.driver->free_range(b, 1);
-}
-
 TEST_CASE_TEMPLATE("a store to a copy_on_write page never reaches the handle", T, SUBJECTS) {  // I6
   if (!is_available<T>()) return;
   Bench<T> bench;
@@ -223,35 +205,6 @@ TEST_CASE_TEMPLATE("handles are fresh, and zero where the driver says so", T, SU
   if (adjacent) CHECK(bench.is_marked(a, 0));  // the number stays good
   CHECK(bench.is_marked(b, 6));
   bench.driver->destroy(b, 1);
-}
-
-TEST_CASE_TEMPLATE("populate leaves memory as it is", T, SUBJECTS) {
-  if (!is_available<T>()) return;
-  Bench<T> bench;
-  const auto handles = bench.make_handles(2, 1);
-  const Address range = bench.driver->reserve(2);
-  bench.map(range, handles, Access::writable);
-  bench.driver->populate(range, 2);
-  CHECK(bench.holds(range, 0, 1));
-  CHECK(bench.holds(range, 1, 2));
-  bench.unmap(range, handles.size());
-  bench.driver->free_range(range, 2);
-}
-
-TEST_CASE_TEMPLATE("the driver's end gives back the handles that are left", T, SUBJECTS) {  // I14
-  if (!is_available<T>()) return;
-  T::prepare();
-  const std::string before = T::leaks();  // of tests that leave something mapped on purpose
-  {
-    Bench<T> bench;
-    const auto handles = bench.make_handles(3, 1);
-    const Address range = bench.driver->reserve(1);
-    bench.map(range, std::span(handles).first(1), Access::writable);
-    copy_page(*bench.driver, handles[1], range);
-    bench.unmap(range, 1);
-    bench.driver->free_range(range, 1);
-  }
-  CHECK(T::leaks() == before);
 }
 
 TEST_CASE_TEMPLATE("threads work on ranges of their own", T, SUBJECTS) {

@@ -85,7 +85,6 @@ class Pages : public Bench<T> {
 
 template <class T>
 struct CopyScene : Pages<T> {
-  static constexpr std::size_t kPages = 1;
   Bytes memory = Bytes(this->page_size, 7);
 };
 

@@ -1,5 +1,5 @@
-// Every operation with a refusal injected at every driver call it makes: whole or not at all (I8);
-// `map` counts the pages that it has mapped.
+// Every operation with a refusal injected at every driver call it makes: whole or not at all (I8).
+// What `map` does is in test_driver_batches.cpp.
 #include <doctest/doctest.h>
 
 #include "base/errors.h"
@@ -21,7 +21,6 @@ struct Scene : Bench<T> {
   std::vector<Handle> to = this->make_handles(2, 11);
   Address range = this->driver->reserve(4);
   Address at = range + this->page_size;
-  std::size_t mapped = 0;
 
   Scene() {
     this->map(range, {&neighbours[0], 1}, Access::writable);
@@ -63,32 +62,7 @@ struct Scene : Bench<T> {
   }
 };
 
-template <class T>
-void nothing(Scene<T>&) {}
-
 }  // namespace
-
-TEST_CASE_TEMPLATE("map counts the pages that it has mapped", T, SUBJECTS) {
-  if (!is_available<T>()) return;
-  for (const Access access : {Access::writable, Access::copy_on_write}) {
-    refuse_each_call<T, Scene<T>>(
-        nothing<T>,
-        [&](Scene<T>& s) {
-          const PageRun run{s.at, s.from};
-          s.driver->map({&run, 1}, access, s.mapped);
-        },
-        [&](Scene<T>& s, Outcome outcome) {
-          REQUIRE(outcome != Outcome::broken);
-          if (outcome == Outcome::done) {
-            CHECK(s.mapped == 2);
-            s.check_mapped(s.from, access, 1);
-          } else {
-            if (s.mapped != 0) s.unmap(s.at, s.mapped);
-            s.check_unmapped({0, 1});
-          }
-        });
-  }
-}
 
 TEST_CASE_TEMPLATE("unmap is whole or not at all", T, SUBJECTS) {
   if (!is_available<T>()) return;

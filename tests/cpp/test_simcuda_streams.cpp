@@ -87,11 +87,15 @@ TEST_CASE("the default stream and blocking ones wait for each other") {
   Simulation s;
   s.control.hold(s.blocking.number());
   CHECK(s.launch(s.blocking.number(), 1) == CUDA_SUCCESS);
+  const CUevent event = s.make_event();
+  CHECK(s.api.cuEventRecord.function(event, nullptr) == CUDA_SUCCESS);
+  CHECK(s.api.cuEventQuery.function(event) == CUDA_ERROR_NOT_READY);
   CHECK(s.launch(0, 2) == CUDA_SUCCESS);
   CHECK(s.launch(s.one.number(), 3, 1) == CUDA_SUCCESS);  // non-blocking
   CHECK(s.byte(1) == 3);
-  CHECK(s.control.pending(0) == 1);
+  CHECK(s.control.pending(0) == 2);
   s.control.release(s.blocking.number());
+  CHECK(s.api.cuEventQuery.function(event) == CUDA_SUCCESS);
   CHECK(s.byte() == 2);
 
   s.control.hold(0);
@@ -119,6 +123,31 @@ TEST_CASE("an event is what it was recorded behind last, and a wait what it was 
   s.control.release(s.one.number());
   CHECK(s.api.cuStreamQuery.function(s.two.handle) == CUDA_SUCCESS);
   CHECK(s.byte() == 2);
+}
+
+TEST_CASE("an event passes late, or never") {
+  Simulation s;
+  const auto passed = [&](CUevent event) {
+    const CUresult answer = s.api.cuEventQuery.function(event);
+    CHECK((answer == CUDA_SUCCESS || answer == CUDA_ERROR_NOT_READY));
+    return answer == CUDA_SUCCESS;
+  };
+  s.control.late_events(3, 0);
+  const CUevent asked = s.record(s.one);
+  for (int i = 0; i < 3; ++i) CHECK_FALSE(passed(asked));
+  CHECK(passed(asked));
+
+  s.control.late_events(0, 20);
+  const auto start = std::chrono::steady_clock::now();
+  const CUevent later = s.record(s.one);
+  CHECK(comes_true([&] { return passed(later); }));
+  CHECK(std::chrono::steady_clock::now() - start >= std::chrono::milliseconds(20));
+
+  s.control.late_events(SIMCUDA_ALL_STREAMS, 0);
+  const CUevent never = s.record(s.one);
+  for (int i = 0; i < 100; ++i) CHECK_FALSE(passed(never));
+  s.control.late_events(0, 0);
+  CHECK(passed(never));
 }
 
 TEST_CASE("an event may be seen late, and holds nothing back") {
