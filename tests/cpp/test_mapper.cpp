@@ -1,17 +1,15 @@
-// The mapper beside callers: C++ threads drive buffers as tensors do, while the mapper maps ahead,
-// gives back and zeroes, and calls are refused now and then. Under ThreadSanitizer and
+// The mapper beside callers, in the order that each case needs: it maps ahead, gives back and
+// zeroes. Random operations of many threads are in test_sleep.cpp. Under ThreadSanitizer and
 // AddressSanitizer.
 #include <doctest/doctest.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -62,7 +60,6 @@ class Writer : public Owner {
       }
     }
   }
-  Generation* publish() { return buffer_->publish(); }
   // I2: all of it is as written.
   bool whole() {
     for (std::size_t row = 0; row < shape_.rows; ++row) {
@@ -83,125 +80,6 @@ class Writer : public Owner {
   const char number_;
 };
 
-// What threads hand one another: generations to end, as views that die elsewhere.
-class Views {
- public:
-  explicit Views(PagePool& pool) : pool_(pool) {}
-  void hand(Generation* generation) {
-    const std::lock_guard lock(mutex_);
-    views_.push_back(generation);
-  }
-  bool drop() {
-    Generation* last = nullptr;
-    {
-      const std::lock_guard lock(mutex_);
-      if (views_.empty()) return false;
-      last = views_.back();
-      views_.pop_back();
-    }
-    pool_.end(last);
-    return true;
-  }
-
- private:
-  PagePool& pool_;
-  std::mutex mutex_;
-  std::vector<Generation*> views_;
-};
-
-struct Outcome {
-  std::size_t wrong = 0;    // contents that changed, or were another's
-  std::size_t refused = 0;  // operations that raised
-};
-
-// Random operations of one thread on a tensor after another.
-Outcome drive(const std::shared_ptr<PagePool>& pool, Views& views, unsigned seed,
-              std::size_t steps) {
-  std::mt19937 random(seed);
-  Outcome outcome;
-  std::unique_ptr<Writer> owner;
-  for (std::size_t step = 0; step < steps; ++step) {
-    try {
-      if (!owner) {
-        owner =
-            std::make_unique<Writer>(pool, 1 + random() % 3, static_cast<char>(1 + random() % 120));
-      }
-      const std::size_t n = random() % 12;
-      switch (random() % 10) {
-        case 0:
-          owner.reset();
-          break;
-        case 1:
-        case 2:
-          owner->prepare(2 * n);
-          break;
-        case 3:
-          owner->shrink(n, false);
-          break;
-        case 4:
-          owner->shrink(n / 2, true);
-          break;
-        case 5:
-          views.hand(owner->publish());
-          break;
-        case 6:
-          views.drop();
-          break;
-        default:
-          owner->grow(n);
-      }
-    } catch (const OutOfPages&) {
-      ++outcome.refused;
-    } catch (const DriverError&) {
-      ++outcome.refused;
-    }
-    if (owner) {
-      outcome.wrong += owner->strangers + !owner->whole();
-      owner->strangers = 0;
-    }
-  }
-  return outcome;
-}
-
-struct Load {
-  PoolOptions options;
-  std::size_t pages = 256;
-  bool refuse = false;  // some driver calls
-};
-
-void hammer(const Load& load) {
-  const std::shared_ptr<PagePool> pool = open_pool(load.pages, load.options);
-  Views views(*pool);
-  std::atomic<bool> done{false};
-  std::vector<Outcome> outcomes(3);
-  std::vector<std::thread> threads;
-  for (unsigned i = 0; i < outcomes.size(); ++i) {
-    threads.emplace_back([&, i] { outcomes[i] = drive(pool, views, i, 1500); });
-  }
-  std::thread watcher([&] {
-    for (unsigned i = 0; !done; ++i) {
-      hammered::check_counts(*pool);
-      try {
-        if (i % 8 == 0) pool->trim();
-      } catch (const DriverError&) {
-        CHECK(load.refuse);
-      }
-      if (load.refuse) pool->driver().meter().fail_after(i % 16, 1 + i % 3);
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  });
-  for (std::thread& thread : threads) thread.join();
-  done = true;
-  watcher.join();
-  pool->driver().meter().disarm();
-
-  for (const Outcome& outcome : outcomes) CHECK(outcome.wrong == 0);
-  while (views.drop()) {
-  }
-  hammered::come_to_rest(*pool);
-  hammered::check_end(*pool);
-}
-
 // Waits, with a bound, until the mapper came to rest.
 bool settled(PagePool& pool, const std::function<bool()>& done) {
   const auto until = steady_clock::now() + kPatience;
@@ -214,22 +92,6 @@ bool settled(PagePool& pool, const std::function<bool()>& done) {
 }
 
 }  // namespace
-
-TEST_CASE("threads beside a mapper that looks ahead and caches") {
-  hammer({.options = {.prefetch = 64 * kBytes, .cache = 48 * kBytes}});
-}
-
-TEST_CASE("threads beside a mapper that works only when asked") { hammer({.options = {}}); }
-
-TEST_CASE("threads and mapper that compete for the last pages") {
-  hammer({.options = {.prefetch = 64 * kBytes, .cache = 16 * kBytes, .spare = 8 * kBytes},
-          .pages = 64});
-}
-
-TEST_CASE("threads beside a mapper whose calls are refused now and then") {
-  hammer({.options = {.prefetch = 64 * kBytes, .cache = 48 * kBytes}, .refuse = true});
-  hammer({.options = {}, .refuse = true});
-}
 
 TEST_CASE("what is prepared in the place of pages on their way out is there") {
   const auto pool = open_pool(256, {.prefetch = 64 * kBytes});

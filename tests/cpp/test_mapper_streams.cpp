@@ -1,6 +1,5 @@
-// The mapper beside callers whose work runs in streams: threads grow, lease, launch and give back
-// over the simulated libcuda, whose events are seen late. Under ThreadSanitizer and
-// AddressSanitizer.
+// The mapper beside callers whose work runs in streams, over the simulated libcuda. Random
+// operations of many threads are in test_sleep.cpp. Under ThreadSanitizer and AddressSanitizer.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -8,7 +7,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -51,128 +49,7 @@ void let_go(const SimcudaControl& control, std::shared_ptr<PagePool>& pool) {
   CHECK(control.leaks().contexts == 0);
 }
 
-// A tensor of one thread, whose kernels run in one stream.
-class Launcher : public Owner {
- public:
-  Launcher(const std::shared_ptr<PagePool>& pool, const SimcudaControl& control, Stream stream,
-           std::size_t rows)
-      : Owner(pool, {"test", stream, true}, {rows, kBytes / 2, kCapacity, 0, false}),
-        control_(control) {}
-
-  // A kernel over all of it, in a lease, and what is given back before it has run.
-  void launch(bool late) {
-    if (positions_.empty()) return;
-    Generation* const lease = buffer_->lease(caller_);
-    for (std::size_t row = 0; row < shape_.rows; ++row) {
-      CHECK(control_.launch(caller_.stream, buffer_->address_of(row, positions_.begin),
-                            positions_.size() * (kBytes / 2), 7) == 0);
-    }
-    buffer_->end_lease(caller_, buffer_->pool()->driver().fence(caller_.stream));
-    late ? buffer_->pool()->end_later(lease) : buffer_->pool()->end(lease);
-  }
-
- private:
-  const SimcudaControl& control_;
-};
-
-// Random operations of one thread on one tensor after another, whose kernels take time where
-// `busy`. Returns how many were refused.
-std::size_t drive(const std::shared_ptr<PagePool>& pool, const SimcudaControl& control,
-                  unsigned seed, std::size_t steps, bool busy) {
-  std::mt19937 random(seed);
-  const Stream stream = control.make_stream(0);
-  std::size_t refused = 0;
-  std::unique_ptr<Launcher> owner;
-  for (std::size_t step = 0; step < steps; ++step) {
-    try {
-      if (!owner) owner = std::make_unique<Launcher>(pool, control, stream, 1 + random() % 3);
-      const std::size_t n = random() % 12;
-      switch (random() % 10) {
-        case 0:
-          owner.reset();
-          break;
-        case 1:
-          owner->prepare(2 * n);
-          break;
-        case 2:
-        case 3:
-          owner->shrink(n, n % 3 == 0);
-          break;
-        case 4:
-        case 5:
-        case 6:
-          if (busy) control.occupy(stream, 0.1 * static_cast<double>(n % 4));
-          owner->launch(n % 2 == 0);
-          break;
-        default:
-          owner->grow(n, false);
-      }
-    } catch (const Error& error) {
-      if (refused++ == 0) MESSAGE("refused first: " << std::string(error.what()));
-      if (random() % 4 == 0) owner.reset();
-    }
-  }
-  owner.reset();
-  return refused;
-}
-
-// Returns how many operations were refused. `blocking`: unmap and set-access wait for the device,
-// which is busy.
-std::size_t hammer(const PoolOptions& options, std::size_t pages, bool blocking = false) {
-  const FreshDevice control(kBytes);
-  control.configure("blocking", blocking);
-  const std::size_t steps = blocking ? 300 : 2000;
-  control.unseen_events(2);
-  std::shared_ptr<PagePool> pool = open_pool(pages, options);
-  pool->ensure_mapper();
-  std::atomic<bool> done{false};
-  std::vector<std::size_t> refused(3);
-  std::vector<std::thread> threads;
-  for (unsigned i = 0; i < refused.size(); ++i) {
-    threads.emplace_back([&, i] { refused[i] = drive(pool, control, i, steps, blocking); });
-  }
-  std::thread watcher([&] {
-    for (unsigned i = 0; !done; ++i) {
-      CHECK_NOTHROW(pool->check_invariants());
-      if (i % 8 == 0) pool->trim();
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  });
-  for (std::thread& thread : threads) thread.join();
-  done = true;
-  watcher.join();
-  control.unseen_events(0);
-  pool->wait_idle(kPatience);
-  pool->retire();
-  pool->wait_idle(kPatience);
-  pool->check_invariants();
-  CHECK(pool->counts().mapped == 0);  // I14
-  CHECK(pool->counts().used == 0);
-  CHECK(control.illegal_accesses() == 0);
-  let_go(control, pool);
-  return refused[0] + refused[1] + refused[2];
-}
-
 }  // namespace
-
-TEST_CASE("streams and leases beside a mapper that looks ahead and caches") {
-  CHECK(hammer({.prefetch = 64 * kBytes, .cache = 48 * kBytes}, 512) == 0);
-}
-
-TEST_CASE("streams and leases beside a mapper that works only when asked") {
-  CHECK(hammer({}, 512) == 0);
-}
-
-const PoolOptions kShort{
-    .zero = ZeroPolicy::always, .prefetch = 64 * kBytes, .cache = 16 * kBytes, .spare = 4 * kBytes};
-
-TEST_CASE("streams and leases where memory is short, and ages") { hammer(kShort, 64); }
-
-TEST_CASE("streams and leases where driver calls wait for the device") {
-  CHECK(hammer({.prefetch = 64 * kBytes, .cache = 48 * kBytes}, 512, true) == 0);
-  CHECK(hammer({}, 512, true) == 0);
-  hammer(kShort, 64, true);
-}
 
 // A driver call of each kind takes so long that others come meanwhile, if the lock lets them.
 TEST_CASE("the lock is free while driver calls wait for the device") {

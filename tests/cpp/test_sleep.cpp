@@ -1,16 +1,19 @@
-// Clients of one pool that fall asleep and wake beside threads that use them, a mapper and refused
-// calls. Under ThreadSanitizer and AddressSanitizer.
+// Clients of one pool beside threads that use them, a mapper and refused calls, and that fall
+// asleep and wake meanwhile. Under ThreadSanitizer and AddressSanitizer.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <random>
+#include <span>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -32,13 +35,18 @@ using slots::OnSimulation;
 using steady_clock = std::chrono::steady_clock;
 
 using hammered::kPatience;
-constexpr std::size_t kBudget = 64;  // pages
+constexpr std::size_t kBudget = 64;   // pages
+constexpr std::size_t kAmple = 4096;  // more than all threads have at a time
 constexpr std::size_t kItem = kPage / 2;
 constexpr std::size_t kCapacity = 24;  // items: 12 pages
 const Caller kCaller{"test"};
 
-// What can sleep, and the numbers that were written to its items. Its operations follow one
-// another, as those of a tensor's core do.
+// A kernel of the caller's over so many bytes.
+using Launch = std::function<void(Address, std::size_t)>;
+
+// What can sleep, and the numbers that were written to its items: one of eight that are its own,
+// from `first` on; 0: kernels alone touch it. Its operations follow one another, as those of a
+// tensor's core do.
 class Subject {
  public:
   virtual ~Subject() = default;
@@ -53,17 +61,29 @@ class Subject {
   virtual void own(const Caller&, std::size_t) {}
   virtual Generation* publish() = 0;
   virtual std::unique_ptr<Subject> fork(const Caller&) { return nullptr; }
+  virtual void prepare(std::mt19937& random) = 0;
+  // A lease for `work`; null where there is none.
+  virtual Generation* lease(const Caller&) { return nullptr; }
+  virtual void work(const Caller&, const Launch&) {}
 
   void check() {
+    if (first_ == 0) return;
     for (const auto& [item, number] : model) {
       const char* const bytes = reinterpret_cast<const char*>(at(item));
       wrong += bytes[0] != number || bytes[kItem - 1] != number;
     }
   }
-  void write(const Caller& caller, std::size_t item, char number) {
+  void write(const Caller& caller, std::size_t item, std::mt19937& random) {
+    const char number = static_cast<char>(first_ + random() % 8);
     own(caller, item);
-    std::memset(reinterpret_cast<char*>(at(item)), number, kItem);
+    if (first_ != 0) std::memset(reinterpret_cast<char*>(at(item)), number, kItem);
     model[item] = number;
+  }
+  // I7: what is new shows zeros, or what was written there before.
+  void write_new(const Caller& caller, std::size_t item, std::mt19937& random) {
+    const char* const bytes = reinterpret_cast<const char*>(at(item));
+    if (first_ != 0) wrong += !may_show(bytes[0]) || !may_show(bytes[kItem - 1]);
+    write(caller, item, random);
   }
 
   std::mutex operation;
@@ -71,56 +91,95 @@ class Subject {
   std::size_t wrong = 0;
 
  protected:
-  Subject() = default;
+  explicit Subject(unsigned first) : first_(first) {}
+
+  const unsigned first_;
+
+ private:
+  bool may_show(char byte) const {
+    const auto number = static_cast<unsigned char>(byte);
+    return number == 0 || (number >= first_ && number < first_ + 8);
+  }
 };
 
+// Up to three rows of positions [begin, end): an item is one of them.
 class Rows final : public Subject {
  public:
-  explicit Rows(const std::shared_ptr<PagePool>& pool)
-      : buffer_(Buffer::create(pool, shape(), kCaller)) {}
+  Rows(const std::shared_ptr<PagePool>& pool, std::mt19937& random, unsigned first)
+      : Subject(first), rows_(1 + random() % 3), buffer_(Buffer::create(pool, shape(), kCaller)) {}
   ~Rows() override { buffer_->abandon(); }
 
   std::shared_ptr<Client> client() const override { return buffer_; }
-  Address at(std::size_t item) const override { return buffer_->address_of(0, item); }
+  Address at(std::size_t item) const override {
+    return buffer_->address_of(item / kCapacity, item % kCapacity);
+  }
   void grow(const Caller& caller, std::mt19937& random) override {
-    const Interval after{0, std::min<std::size_t>(kCapacity, length_ + 1 + random() % 8)};
+    const Interval after{positions_.begin, further(1 + random() % 8)};
     if (!buffer_->grow_within(caller, after)) buffer_->grow(caller, after, random() % 2 == 0);
-    const std::size_t from = std::exchange(length_, after.end);
-    for (std::size_t item = from; item < length_; ++item)
-      write(caller, item, static_cast<char>(1 + random() % 100));
+    const std::size_t from = std::exchange(positions_, after).end;
+    for (std::size_t row = 0; row < rows_; ++row) {
+      for (std::size_t i = from; i < after.end; ++i) write_new(caller, row * kCapacity + i, random);
+    }
   }
   void shrink(const Caller& caller, std::mt19937& random) override {
-    length_ -= std::min<std::size_t>(length_, random() % 8);
-    model.erase(model.lower_bound(length_), model.end());
+    const std::size_t n = std::min<std::size_t>(positions_.size(), random() % 8);
+    if (random() % 3 == 0) {
+      positions_.begin += n;
+    } else {
+      positions_.end -= n;
+    }
+    if (positions_.empty()) positions_ = {};
+    std::erase_if(model, [this](const auto& one) {
+      const std::size_t position = one.first % kCapacity;
+      return position < positions_.begin || position >= positions_.end;
+    });
     buffer_->use(caller);
-    buffer_->retract({0, length_});
+    buffer_->retract(positions_);
   }
   void own(const Caller& caller, std::size_t item) override {
+    const std::size_t position = item % kCapacity;
     const bool copies = buffer_->pool()->traits().kernel_copies_on_write;
-    if (!copies) buffer_->unshare(caller, {item, item + 1});
+    if (!copies) buffer_->unshare(caller, {position, position + 1});
   }
   Generation* publish() override { return buffer_->publish(); }
   std::unique_ptr<Subject> fork(const Caller& caller) override {
-    const std::vector<std::size_t> rows{0};
+    constexpr std::size_t rows[] = {0, 1, 2};
+    if (positions_.begin % (kPage / kItem) != 0) return nullptr;  // its positions begin at a page
     return std::unique_ptr<Subject>(
-        new Rows(buffer_->share_rows(caller, shape(), rows, false), length_, model));
+        new Rows(*this, buffer_->share_rows(caller, shape(), std::span(rows).first(rows_), false)));
+  }
+  void prepare(std::mt19937& random) override { buffer_->prepare(further(random() % 24)); }
+  Generation* lease(const Caller& caller) override {
+    return positions_.empty() ? nullptr : buffer_->lease(caller);
+  }
+  void work(const Caller& caller, const Launch& launch) override {
+    for (std::size_t row = 0; row < rows_; ++row)
+      launch(at(row * kCapacity + positions_.begin), positions_.size() * kItem);
+    buffer_->end_lease(caller, buffer_->pool()->driver().fence(caller.stream));
   }
 
  private:
-  static RowShape shape() { return {.rows = 1, .item_bytes = kItem, .capacity = kCapacity}; }
-  Rows(std::shared_ptr<Buffer> buffer, std::size_t length, const std::map<std::size_t, char>& from)
-      : buffer_(std::move(buffer)), length_(length) {
-    model = from;
+  RowShape shape() const { return {.rows = rows_, .item_bytes = kItem, .capacity = kCapacity}; }
+  Rows(const Rows& parent, std::shared_ptr<Buffer> buffer)
+      : Subject(parent.first_),
+        rows_(parent.rows_),
+        buffer_(std::move(buffer)),
+        positions_{0, parent.positions_.size()} {
+    for (const auto& [item, number] : parent.model) model[item - parent.positions_.begin] = number;
+  }
+  std::size_t further(std::size_t n) const {
+    return std::min<std::size_t>(kCapacity, positions_.end + n);
   }
 
+  const std::size_t rows_;
   const std::shared_ptr<Buffer> buffer_;
-  std::size_t length_ = 0;
+  Interval positions_;
 };
 
 class Pieces final : public Subject {
  public:
-  explicit Pieces(const std::shared_ptr<PagePool>& pool)
-      : arena_(Arena::make(pool, kCapacity * kItem, false, kCaller)) {}
+  Pieces(const std::shared_ptr<PagePool>& pool, unsigned first)
+      : Subject(first), arena_(Arena::make(pool, kCapacity * kItem, false, kCaller)) {}
   ~Pieces() override { arena_->abandon(); }
 
   std::shared_ptr<Client> client() const override { return arena_; }
@@ -129,9 +188,8 @@ class Pieces final : public Subject {
     const std::size_t item = random() % kCapacity;
     if (model.contains(item)) return;
     const Interval bytes{item * kItem, (item + 1) * kItem};
-    if (random() % 4 == 0) return arena_->prepare({&bytes, 1});
     arena_->map(caller, {&bytes, 1});
-    write(caller, item, static_cast<char>(1 + random() % 100));
+    write_new(caller, item, random);
   }
   void shrink(const Caller& caller, std::mt19937& random) override {
     if (model.empty()) return;
@@ -141,15 +199,22 @@ class Pieces final : public Subject {
     model.erase(one);
   }
   Generation* publish() override { return arena_->publish(); }
+  void prepare(std::mt19937& random) override {
+    const std::size_t item = random() % kCapacity;
+    const Interval bytes{item * kItem, (item + 1) * kItem};
+    arena_->prepare({&bytes, 1});
+  }
 
  private:
   const std::shared_ptr<Arena> arena_;
 };
 
 using Registry = std::vector<std::weak_ptr<Subject>>;
+using Lease = std::unique_ptr<Generation, std::function<void(Generation*)>>;
 
 struct Outcome {
   std::size_t wrong = 0, asleep = 0, refused = 0, done = 0;
+  std::string first;  // of what was refused
 };
 
 // What all threads share.
@@ -157,7 +222,21 @@ struct Stage {
   std::shared_ptr<PagePool> pool;
   std::mutex mutex;
   Registry all;
+  std::vector<Generation*> views;
 
+  // To be ended by any thread.
+  void hand(Generation* view) {
+    const std::lock_guard lock(mutex);
+    views.push_back(view);
+  }
+  void end_views(std::size_t left, bool later) {
+    std::vector<Generation*> ended;
+    {
+      const std::lock_guard lock(mutex);
+      for (; views.size() > left; views.pop_back()) ended.push_back(views.back());
+    }
+    for (Generation* const view : ended) later ? pool->end_later(view) : pool->end(view);
+  }
   void add(const std::shared_ptr<Subject>& subject) {
     const std::lock_guard lock(mutex);
     std::erase_if(all, [](const auto& one) { return one.expired(); });
@@ -177,24 +256,34 @@ struct Stage {
   }
 };
 
+struct Load {
+  PoolOptions options = {};
+  std::size_t pages = kBudget;
+  bool refuse = false;    // some driver calls
+  bool busy = false;      // the streams of a device, so that no thread but theirs may touch pages
+  bool blocking = false;  // unmap and set-access wait for the device
+  bool sleeps = true;
+};
+
 // Random operations of one thread on subjects of its own, until `done`.
 template <class T>
-Outcome drive(Stage& stage, const std::atomic<bool>& done, Stream stream, unsigned seed) {
+Outcome drive(Stage& stage, const Load& load, const std::atomic<bool>& done, Stream stream,
+              unsigned seed) {
   std::mt19937 random(seed);
   Outcome outcome;
-  const Caller caller{"test", stream};
-  std::vector<std::shared_ptr<Subject>> mine;
-  std::vector<Generation*> views;
-  const auto end_views = [&](std::size_t left) {
-    for (; views.size() > left; views.pop_back()) stage.pool->end(views.back());
+  const Caller caller{"test", stream, seed % 3 == 0};  // one that names it works in leases alone
+  const Launch launch = [&](Address at, std::size_t bytes) {
+    if constexpr (T::is_cuda) CHECK(T::control().launch(stream, at, bytes, 0) == 0);
   };
+  std::vector<std::shared_ptr<Subject>> mine;
   while (!done) {
     try {
       if (mine.size() < 4) {
+        const unsigned first = load.busy ? 0 : 1 + 8 * (random() % 15);
         if (random() % 2 == 0) {
-          mine.push_back(std::make_shared<Rows>(stage.pool));
+          mine.push_back(std::make_shared<Rows>(stage.pool, random, first));
         } else {
-          mine.push_back(std::make_shared<Pieces>(stage.pool));
+          mine.push_back(std::make_shared<Pieces>(stage.pool, first));
         }
         stage.add(mine.back());
       }
@@ -204,16 +293,16 @@ Outcome drive(Stage& stage, const std::atomic<bool>& done, Stream stream, unsign
         mine.erase(mine.begin() + static_cast<std::ptrdiff_t>(which));
         continue;
       }
-      if (random() % 10 == 0) end_views(random() % 3);
+      if (random() % 10 == 0) stage.end_views(random() % 3, random() % 2 == 0);
       const std::lock_guard lock(subject->operation);
       subject->client()->raise_error(caller.operation);
       subject->check();
-      switch (random() % 6) {
+      switch (random() % 8) {
         case 0:
           subject->shrink(caller, random);
           break;
         case 1:
-          views.push_back(subject->publish());
+          stage.hand(subject->publish());
           break;
         case 2:
           if (mine.size() < 6) {
@@ -224,30 +313,38 @@ Outcome drive(Stage& stage, const std::atomic<bool>& done, Stream stream, unsign
           }
           break;
         case 3:
-          if (!subject->model.empty()) {
-            const auto item = subject->model.begin()->first;
-            subject->write(caller, item, static_cast<char>(1 + random() % 100));
+          if (!subject->model.empty())
+            subject->write(caller, subject->model.begin()->first, random);
+          break;
+        case 4:
+          subject->prepare(random);
+          break;
+        case 5:
+          if constexpr (T::is_cuda) {
+            const double most = load.blocking ? 0.1 : 1;  // ms
+            if (load.busy) T::control().occupy(stream, most * (random() % 4));
           }
+          if (const Lease lease(subject->lease(caller), [&](auto* ended) { stage.hand(ended); });
+              lease != nullptr)
+            subject->work(caller, launch);
           break;
         default:
           subject->grow(caller, random);
       }
-      if constexpr (T::is_cuda) {
+      if (T::is_cuda && !caller.named) {
         subject->client()->use(caller);
-        for (const auto& [item, number] : subject->model)
-          CHECK(T::control().launch(stream, subject->at(item), kItem, 0) == 0);
+        for (const auto& [item, number] : subject->model) launch(subject->at(item), kItem);
       }
       outcome.wrong += std::exchange(subject->wrong, 0);
       ++outcome.done;
     } catch (const Asleep&) {
       ++outcome.asleep;
       std::this_thread::sleep_for(std::chrono::microseconds(50));
-    } catch (const Error&) {
-      ++outcome.refused;
+    } catch (const Error& error) {
+      if (outcome.refused++ == 0) outcome.first = error.what();
       if (mine.size() > 1 && random() % 2 == 0) mine.pop_back();
     }
   }
-  end_views(0);
   return outcome;
 }
 
@@ -316,33 +413,41 @@ struct Hammered {
   std::size_t early = 0;  // pools whose first sleeps had nothing to give, and could not wake
 };
 
-// Up to `cycles` of sleeping and waking beside what else uses the pool; returns how many. A pool
-// that breaks ends them, and all threads.
+// Up to `cycles` of sleeping and waking, or of waiting, beside what else uses the pool; returns how
+// many. A pool that breaks ends them, and all threads.
 template <class T>
-std::size_t hammer_one(const PoolOptions& options, bool refuse, std::size_t cycles, unsigned seed,
-                       Hammered& all) {
+std::size_t hammer_one(const Load& load, std::size_t cycles, unsigned seed, Hammered& all) {
   std::weak_ptr<PagePool> last;
   std::size_t cycle = 0;
   bool alone = false;  // the last woke once the others had ended
   {
     Stage stage;
-    stage.pool = slots::Bench<T>::open(kBudget, options);
+    stage.pool = slots::Bench<T>::open(load.pages, load.options);
     const std::shared_ptr<PagePool>& pool = stage.pool;
     std::size_t illegal = 0;
     std::vector<Stream> streams(3, 0);
     if constexpr (T::is_cuda) {
       for (Stream& stream : streams) stream = T::control().make_stream(0);
       illegal = T::control().illegal_accesses();
+      T::control().unseen_events(2);
+      T::control().configure("blocking", load.blocking);
     }
     std::atomic<bool> done{false};
     std::vector<Outcome> outcomes(streams.size());
     std::vector<std::thread> threads;
-    for (unsigned i = 0; i < outcomes.size(); ++i)
-      threads.emplace_back([&, i] { outcomes[i] = drive<T>(stage, done, streams[i], seed + i); });
+    for (unsigned i = 0; i < outcomes.size(); ++i) {
+      threads.emplace_back(
+          [&, i] { outcomes[i] = drive<T>(stage, load, done, streams[i], seed + i); });
+    }
     std::thread watcher([&] {
       for (unsigned i = 0; !done; ++i) {
         hammered::check_counts(*pool);
-        if (refuse) pool->driver().meter().fail_after(i % 32, 1 + i % 2);
+        try {
+          if (i % 8 == 0) pool->trim();
+        } catch (const DriverError&) {
+          CHECK(load.refuse);
+        }
+        if (load.refuse) pool->driver().meter().fail_after(i % 32, 1 + i % 2);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     });
@@ -353,10 +458,14 @@ std::size_t hammer_one(const PoolOptions& options, bool refuse, std::size_t cycl
       std::this_thread::yield();
     std::mt19937 random(17 + seed);
     std::size_t slept = 0, woke = 0;
-    const auto goes_on = [&] {
-      return cycle < cycles || (all.given == 0 && cycle < 40 * cycles);  // the others may be late
+    const auto goes_on = [&] {  // the others may be late
+      return cycle < cycles || (load.sleeps && all.given == 0 && cycle < 40 * cycles);
     };
     for (; goes_on() && !alone && !pool->store().broken(); ++cycle) {
+      if (!load.sleeps) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(4));
+        continue;
+      }
       Sleep sleep(pool);
       for (std::size_t sleeps = 1 + random() % 2; sleeps != 0; --sleeps) {
         sleep.next_number();
@@ -384,6 +493,7 @@ std::size_t hammer_one(const PoolOptions& options, bool refuse, std::size_t cycl
         done = true;
         for (std::thread& thread : threads) thread.join();
         threads.clear();
+        stage.end_views(0, false);
         pool->driver().meter().disarm();
         CHECK(sleep.wake(left));
         alone = true;
@@ -395,11 +505,14 @@ std::size_t hammer_one(const PoolOptions& options, bool refuse, std::size_t cycl
     watcher.join();
     pool->driver().meter().disarm();
     const bool broken = pool->store().broken() != nullptr;
-    CHECK((refuse || !broken));
+    CHECK((load.refuse || !broken));
     for (const Outcome& outcome : outcomes) {
       CHECK(outcome.wrong == 0);
+      if (!load.refuse && load.pages == kAmple) CHECK(outcome.first == "");
       all.done += outcome.done;
     }
+    stage.end_views(0, false);
+    if constexpr (T::is_cuda) T::control().unseen_events(0);
     if (broken) {
       CHECK(slept - woke <= 1);
       pool->retire();
@@ -421,14 +534,14 @@ std::size_t hammer_one(const PoolOptions& options, bool refuse, std::size_t cycl
 }
 
 template <class T>
-void hammer(const PoolOptions& options, bool refuse) {
+void hammer(const Load& load) {
   unsigned pools = 0;
   Hammered all;
   for (std::size_t cycles = 60; cycles != 0; ++pools)
-    cycles -= hammer_one<T>(options, refuse, cycles, 3 * pools, all);
-  CHECK((refuse || pools == 1 + all.early));
+    cycles -= hammer_one<T>(load, cycles, 3 * pools, all);
+  CHECK((load.refuse || pools == 1 + all.early));
   CHECK(pools < 40);
-  CHECK(all.given > 0);
+  CHECK((all.given > 0) == load.sleeps);
   CHECK(all.done > 60);
 }
 
@@ -478,14 +591,41 @@ struct One {
 
 }  // namespace
 
+const PoolOptions kAhead{.prefetch = 64 * kPage, .cache = 48 * kPage};
+const PoolOptions kShort{
+    .zero = ZeroPolicy::always, .prefetch = 64 * kPage, .cache = 16 * kPage, .spare = 4 * kPage};
+
+TEST_CASE_TEMPLATE("what uses a pool beside its mapper", T, OnHost, OnSimulation) {
+  SUBCASE("which works only when asked") { hammer<T>({.pages = kAmple, .sleeps = false}); }
+  SUBCASE("which looks ahead and caches") {
+    hammer<T>({.options = kAhead, .pages = kAmple, .sleeps = false});
+  }
+  SUBCASE("where memory is short, and ages") { hammer<T>({.options = kShort, .sleeps = false}); }
+  SUBCASE("whose calls are refused now and then") {
+    hammer<T>({.options = kAhead, .pages = kAmple, .refuse = true, .sleeps = false});
+  }
+}
+
+TEST_CASE("what uses a pool with streams that are busy") {
+  Load load{.pages = kAmple, .busy = true, .sleeps = false};
+  SUBCASE("with driver calls that do not wait for them") {}
+  SUBCASE("with driver calls that wait for the device") { load.blocking = true; }
+  hammer<OnSimulation>(load);
+  load.options = kAhead;
+  hammer<OnSimulation>(load);
+  load.options = kShort;
+  load.pages = kBudget;
+  hammer<OnSimulation>(load);
+}
+
 TEST_CASE_TEMPLATE("what uses a pool beside what sleeps and wakes", T, OnHost, OnSimulation) {
-  hammer<T>({}, false);
-  hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage}, false);
+  hammer<T>({});
+  hammer<T>({.options = {.prefetch = 16 * kPage, .cache = 48 * kPage}});
 }
 
 TEST_CASE_TEMPLATE("the same while the driver refuses calls (I8)", T, OnHost, OnSimulation) {
-  hammer<T>({}, true);
-  hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage}, true);
+  hammer<T>({.refuse = true});
+  hammer<T>({.options = {.prefetch = 16 * kPage, .cache = 48 * kPage}, .refuse = true});
 }
 
 TEST_CASE_TEMPLATE("a broken pool neither falls asleep nor wakes", T, OnHost, OnSimulation) {
