@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <stdexcept>
 
 #include "base/errors.h"
@@ -81,21 +79,6 @@ bool HostPages::stores(Address at) {
   return stored;
 }
 
-std::string Host::leaks() {
-  int files = 0, mappings = 0;
-  for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;  // the iterator's own is listed too
-    const auto target = std::filesystem::read_symlink(file, gone).string();
-    files += target.find("memfd:vtensor") != std::string::npos;
-  }
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) {
-    mappings += line.find("memfd:vtensor") != std::string::npos;
-  }
-  if (files + mappings == 0) return {};
-  return std::to_string(files) + " files, " + std::to_string(mappings) + " mappings";
-}
-
 const SimcudaControl& SimulatedCuda::control() {
   static const SimcudaControl control;
   return control;
@@ -124,13 +107,9 @@ std::unique_ptr<Driver> SimulatedCuda::open() {
 }
 
 std::string SimulatedCuda::leaks() {
-  const SimcudaLeaks left = control().leaks();
-  const auto count = [](std::uint64_t n, const char* what) {
-    return n != 0 ? std::to_string(n) + " " + what + " " : std::string();
-  };
-  return count(left.handles, "handles") + count(left.mappings, "mappings") +
-         count(left.ranges, "ranges") + count(left.contexts, "context references") +
-         count(left.streams, "streams") + count(left.events, "events");
+  SimcudaLeaks left = control().leaks();
+  left.objects = 0;  // one whose release was refused too is given up
+  return describe(left);
 }
 
 std::string RealCuda::unavailable() {

@@ -9,16 +9,15 @@
 
 #include <doctest/doctest.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "driver/driver.h"
 #include "simcuda/client.h"
+#include "support.h"
 
 namespace vtensor::conformance {
 
@@ -35,7 +34,7 @@ struct Host : HostPages {
   static std::string unavailable() { return {}; }
   static void prepare() {}
   static std::unique_ptr<Driver> open() { return make_host_driver({}); }
-  static std::string leaks();
+  static std::string leaks() { return host_leaks(); }
 };
 
 struct SimulatedCuda : HostPages {
@@ -91,16 +90,6 @@ inline void map_run(Driver& driver, Address at, std::span<const Handle> handles,
 inline void copy_page(Driver& driver, Handle to, Address from) {
   const PageCopy copy{to, from};
   driver.copy_pages({&copy, 1}, {});
-}
-// Polls with a bound, so that a test that waits in vain fails instead of hanging.
-template <class Condition>
-bool comes_true(Condition condition, std::chrono::milliseconds bound = std::chrono::seconds(10)) {
-  const auto deadline = std::chrono::steady_clock::now() + bound;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
 }
 // Returns when the work launched in `stream` so far is done.
 inline void await_work(Driver& driver, Stream stream) {

@@ -3,16 +3,11 @@
 
 #include <doctest/doctest.h>
 
-#include <chrono>
-#include <memory>
-#include <thread>
-
 #include "base/errors.h"
 #include "policy/page_pool.h"
+#include "support.h"
 
 namespace vtensor::hammered {
-
-inline constexpr std::chrono::seconds kPatience(20);
 
 // At any moment.
 inline PoolCounts check_counts(PagePool& pool) {
@@ -42,16 +37,6 @@ inline PoolCounts check_end(PagePool& pool) {
   CHECK(left.mapped == 0);  // I14
   CHECK(left.used == 0);
   return left;
-}
-
-// The mapper may be the last to let the pool go, and the next one begins the simulation anew.
-template <class T>
-void check_let_go(const std::weak_ptr<PagePool>& last) {
-  const auto until = std::chrono::steady_clock::now() + kPatience;
-  while ((!last.expired() || T::leaks() != "") && std::chrono::steady_clock::now() < until)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  CHECK(last.expired());
-  CHECK(T::leaks() == "");
 }
 
 }  // namespace vtensor::hammered

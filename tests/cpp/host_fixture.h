@@ -3,12 +3,9 @@
 
 #include <doctest/doctest.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -83,24 +80,6 @@ inline std::set<int> memfds() {
     }
   }
   return found;
-}
-
-// Runs `body` in a forked child. Its exit status, 99 where it threw, or -signal.
-inline int in_child(const std::function<int()>& body) {
-  std::fflush(nullptr);
-  const pid_t pid = fork();
-  if (pid == 0) {
-    signal(SIGSEGV, SIG_DFL);  // not the handlers of doctest or a sanitizer
-    signal(SIGBUS, SIG_DFL);
-    try {
-      _exit(body());
-    } catch (...) {
-      _exit(99);
-    }
-  }
-  int status = 0;
-  REQUIRE(waitpid(pid, &status, 0) == pid);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
 // The error that `call` throws; fails the test where it throws none.

@@ -10,12 +10,10 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -23,26 +21,18 @@
 #include "base/errors.h"
 #include "kv/slot_cache.h"
 #include "simcuda/client.h"
+#include "support.h"
 #include "vmm/pending_work.h"
 
 namespace vtensor::slots {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::chrono::seconds kPatience(20);
 inline const Caller kCaller{"test"};
 
 struct OnHost {
   static constexpr bool is_cuda = false;
   static std::unique_ptr<Driver> open() { return make_host_driver({.page_size = kPage}); }
-  static std::string leaks() {
-    for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
-      std::error_code gone;
-      if (std::filesystem::read_symlink(file, gone).string().find("memfd:vtensor") !=
-          std::string::npos)
-        return "a memfd";
-    }
-    return {};
-  }
+  static std::string leaks() { return host_leaks(); }
 };
 
 struct OnSimulation {
@@ -57,21 +47,7 @@ struct OnSimulation {
     return make_cuda_driver(
         {.page_size = kPage, .library = simcuda_library(), .memory_is_host_memory = true});
   }
-  static std::string leaks() {
-    const SimcudaLeaks left = control().leaks();
-    std::string found;
-    const auto count = [&found](std::uint64_t n, const char* what) {
-      if (n != 0) found += std::to_string(n) + " " + what + " ";
-    };
-    count(left.handles, "handles");
-    count(left.mappings, "mappings");
-    count(left.ranges, "ranges");
-    count(left.contexts, "contexts");
-    count(left.streams, "streams");
-    count(left.events, "events");
-    count(left.objects, "user objects");
-    return found;
-  }
+  static std::string leaks() { return describe(control().leaks()); }
 };
 
 // Host memory for slots that are swapped out, which counts what is not freed yet.
@@ -99,9 +75,7 @@ class Bench {
       : pool(open(pages, options)), cache(new SlotCache(pool, shape, kCaller)) {}
   ~Bench() {
     cache.reset();
-    pool.reset();
-    await_end();
-    CHECK(T::leaks() == "");
+    let_go<T>(pool);
   }
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
@@ -238,18 +212,7 @@ class Bench {
   }
   void end() {
     pool->retire();
-    const std::weak_ptr<PagePool> weak = pool;
-    pool.reset();
-    await_end();
-    CHECK(weak.expired());
-    CHECK(T::leaks() == "");
-  }
-
-  // The mapper may be the last to let the pool go.
-  static void await_end() {
-    const auto until = std::chrono::steady_clock::now() + kPatience;
-    while (T::leaks() != "" && std::chrono::steady_clock::now() < until)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    let_go<T>(pool);
   }
 
   std::size_t used() const { return pool->counts().used; }

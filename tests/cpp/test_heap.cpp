@@ -248,7 +248,7 @@ void hammer(PoolOptions options, bool refuse) {
     }
     last = pool;
   }
-  hammered::check_let_go<T>(last);
+  check_gone<T>(last);
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -30,7 +29,6 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr std::size_t kBytes = 4096;  // of a page
-using hammered::kPatience;
 const Caller kCaller{"test"};
 
 std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
@@ -80,17 +78,6 @@ class Writer : public Owner {
   const char number_;
 };
 
-// Waits, with a bound, until the mapper came to rest.
-bool settled(PagePool& pool, const std::function<bool()>& done) {
-  const auto until = steady_clock::now() + kPatience;
-  while (!done()) {
-    if (steady_clock::now() > until) return false;
-    pool.counts();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
-}
-
 }  // namespace
 
 TEST_CASE("what is prepared in the place of pages on their way out is there") {
@@ -116,7 +103,7 @@ TEST_CASE("a caller who overtakes the mapper waits for no more than a step of it
     const auto pool = open_pool(1 << 16, {.prefetch = 64 * kBytes});
     const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
     buffer->prepare(1 << 15);
-    CHECK(settled(*pool, [&] { return pool->counts().prefetched > 0; }));
+    CHECK(comes_true([&] { return pool->counts().prefetched > 0; }));
     pool->trim();  // waits for the calls of all threads
     overtaken = pool->counts().prefetched < 1 << 15;
     buffer->grow(kCaller, {0, 2048}, false);  // ready or not
@@ -177,7 +164,10 @@ TEST_CASE("nothing keeps a buffer whose pages the mapper has unmapped") {  // I1
   buffer->grow(kCaller, {0, 8}, false);
   const std::weak_ptr<Buffer> left = buffer;
   std::exchange(buffer, nullptr)->abandon();
-  CHECK(settled(*pool, [&] { return left.expired(); }));
+  CHECK(comes_true([&] {
+    pool->counts();
+    return left.expired();
+  }));
 }
 
 TEST_CASE("what ended while the lock was held is looked for before a refusal") {
@@ -219,7 +209,7 @@ TEST_CASE("a cached buffer that goes while an owner waits for it is not reused")
   }
   std::shared_ptr<Buffer> made;
   std::thread owner([&] { made = Buffer::create(pool, shape, kCaller); });
-  CHECK(settled(*pool, [&] {
+  CHECK(comes_true([&] {
     PoolLock lock(pool);
     cached->end_hold();
     if (cached->busy()) {  // the owner waits
@@ -310,10 +300,10 @@ TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped
     buffer->grow(kCaller, {0, 16}, false);
     buffer->prepare(32);
     buffer->abandon();
-    CHECK(settled(*pool, [&] { return pool->counts().mapped == 4; }));  // the view's
+    CHECK(comes_true([&] { return pool->counts().mapped == 4; }));  // the view's
     CHECK_NOTHROW(pool->check_invariants());
     pool->end(view);
-    CHECK(settled(*pool, [&] { return pool->counts().mapped == 0; }));
+    CHECK(comes_true([&] { return pool->counts().mapped == 0; }));
   }
 }
 

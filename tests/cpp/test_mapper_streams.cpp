@@ -20,6 +20,7 @@
 #include "policy/page_pool.h"
 #include "simcuda/client.h"
 #include "simcuda/cuda_abi.h"
+#include "support.h"
 #include "tensor/buffer.h"
 #include "vmm/pending_work.h"
 
@@ -28,7 +29,6 @@ namespace {
 
 constexpr std::size_t kBytes = std::size_t{64} << 10;  // of a page
 constexpr std::size_t kCapacity = 64;                  // positions of half a page
-constexpr std::chrono::seconds kPatience(20);
 
 std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
   options.budget = pages * kBytes;
@@ -40,13 +40,10 @@ std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
   return PagePool::create(make_cuda_driver(cuda), options);
 }
 
-// The mapper may be the last to let the pool go, and the device is reset for the next one.
+// As there, where streams are left.
 void let_go(const SimcudaControl& control, std::shared_ptr<PagePool>& pool) {
   pool.reset();
-  const auto until = std::chrono::steady_clock::now() + kPatience;
-  while (control.leaks().contexts != 0 && std::chrono::steady_clock::now() < until)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  CHECK(control.leaks().contexts == 0);
+  CHECK(comes_true([&] { return control.leaks().contexts == 0; }));
 }
 
 }  // namespace

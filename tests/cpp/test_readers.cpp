@@ -45,7 +45,6 @@ constexpr std::size_t kItem = kBytes / 2;
 constexpr std::size_t kRows = 2, kCapacity = 64;
 constexpr int kSteps = 1500;
 const Caller kCaller{"test"};
-using hammered::kPatience;
 
 CudaOptions simulated() {
   return {.shareable = true,

@@ -10,9 +10,9 @@
 #include "driver/cuda_calls.h"
 #include "simcuda/client.h"
 
+using vtensor::comes_true;
 using vtensor::conformance::Caller;
 using vtensor::conformance::CallerStream;
-using vtensor::conformance::comes_true;
 using namespace vtensor::cuda;
 
 namespace {

@@ -34,7 +34,6 @@ using slots::OnHost;
 using slots::OnSimulation;
 using steady_clock = std::chrono::steady_clock;
 
-using hammered::kPatience;
 constexpr std::size_t kBudget = 64;   // pages
 constexpr std::size_t kAmple = 4096;  // more than all threads have at a time
 constexpr std::size_t kItem = kPage / 2;
@@ -453,9 +452,7 @@ std::size_t hammer_one(const Load& load, std::size_t cycles, unsigned seed, Hamm
     });
 
     // On a machine that is busy the threads may begin late.
-    for (const auto until = steady_clock::now() + kPatience;
-         !stage.any() && steady_clock::now() < until;)
-      std::this_thread::yield();
+    CHECK(comes_true([&] { return stage.any(); }));
     std::mt19937 random(17 + seed);
     std::size_t slept = 0, woke = 0;
     const auto goes_on = [&] {  // the others may be late
@@ -527,7 +524,7 @@ std::size_t hammer_one(const Load& load, std::size_t cycles, unsigned seed, Hamm
     }
     last = pool;
   }
-  hammered::check_let_go<T>(last);
+  check_gone<T>(last);
   if (alone && all.given != 0) return cycles;
   all.early += alone;
   return std::min(cycle, cycles);
@@ -560,8 +557,7 @@ struct One {
     buffer.reset();
     pool->retire();
     if (!pool->store().broken()) pool->wait_idle(kPatience);
-    pool.reset();
-    slots::Bench<T>::await_end();
+    let_go<T>(pool);
   }
   One(const One&) = delete;
   One& operator=(const One&) = delete;

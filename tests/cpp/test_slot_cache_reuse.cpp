@@ -27,13 +27,6 @@ void break_and_retire(PagePool& pool) {
   pool.retire();
 }
 
-// Whether nothing keeps the pool alive. The mapper may be the last to let it go.
-bool ends(const std::weak_ptr<PagePool>& pool) {
-  const auto until = steady_clock::now() + kPatience;
-  while (!pool.expired() && steady_clock::now() < until) std::this_thread::yield();
-  return pool.expired();
-}
-
 }  // namespace
 
 TEST_CASE_TEMPLATE("a prefix cut before its first step stays mapped with its tile", T, OnHost,
@@ -106,8 +99,7 @@ TEST_CASE_TEMPLATE("slots that outlive a broken pool's owner leave nothing (I14)
   CHECK(bench.grow(bench.alloc(), 20));
   break_and_retire(*bench.pool);
   bench.cache.reset();
-  const std::weak_ptr<PagePool> left = std::exchange(bench.pool, nullptr);
-  CHECK(ends(left));
+  let_go<T>(bench.pool);
 }
 
 TEST_CASE("nor do slots whose pages were to be zeroed (I14)") {
@@ -127,9 +119,8 @@ TEST_CASE("nor do slots whose pages were to be zeroed (I14)") {
   bench.cache.reset();
   control.release(stream);
   control.run();
-  const std::weak_ptr<PagePool> left = std::exchange(bench.pool, nullptr);
-  CHECK(ends(left));
   control.destroy_stream(stream);
+  let_go<OnSimulation>(bench.pool);
 }
 
 TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T, OnHost,
@@ -152,17 +143,13 @@ TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T,
     CHECK(bench.used() == 2 * 3);
   }
   CHECK(bench.grow(slot, 1));  // three of eight are left
-  const auto until = steady_clock::now() + kPatience;
-  while (bench.used() < 2 * 5 && steady_clock::now() < until) std::this_thread::yield();
+  comes_true([&] { return bench.used() >= 2 * 5; });
   CHECK(bench.used() == 2 * 5);
   CHECK(bench.grow(other, 4));
   fall_asleep();
   CHECK(bench.grow(other, 1));  // asks, and calls nobody
   bench.cache.reset();
-  const std::weak_ptr<PagePool> weak = bench.pool;
-  bench.pool.reset();
-  while (!weak.expired() && steady_clock::now() < until) std::this_thread::yield();
-  CHECK(weak.expired());
+  let_go<T>(bench.pool);
 }
 
 TEST_CASE_TEMPLATE("a slot whose pages the driver keeps makes nobody wait", T, OnHost,
@@ -271,12 +258,9 @@ TEST_CASE("zeroing that no fence follows wipes out nothing that a step wrote") {
   control.hold(side);
   control.fail("cuEventRecord", 0, 1, 999);
   control.release(stream);
-  const auto refused = [&] {
+  CHECK(comes_true([&] {
     return bench.pool->driver().meter().count(ThreadRole::mapper, Call::cuMemsetD8Async) != 0;
-  };
-  for (const auto until = steady_clock::now() + kPatience;
-       !refused() && steady_clock::now() < until;)
-    std::this_thread::yield();
+  }));
   CHECK_THROWS_AS(bench.pool->wait_idle(kPatience), DriverError);
   bench.cache->step(caller, lengths);
   CHECK(control.launch(stream, at, kPage, 9) == 0);

@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -54,6 +55,22 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(illegal_accesses, simcuda_illegal_accesses);
 #undef SIMCUDA_ENTRY
 };
+
+// Of what there is how many; empty where there is nothing.
+inline std::string describe(const SimcudaLeaks& left) {
+  std::string found;
+  const auto count = [&found](std::uint64_t n, const char* what) {
+    if (n != 0) found += std::to_string(n) + " " + what + " ";
+  };
+  count(left.handles, "handles");
+  count(left.mappings, "mappings");
+  count(left.ranges, "ranges");
+  count(left.contexts, "context references");
+  count(left.streams, "streams");
+  count(left.events, "events");
+  count(left.objects, "user objects");
+  return found;
+}
 
 // The simulated device as it begins, with pages of this size.
 struct FreshDevice : SimcudaControl {

@@ -1,0 +1,83 @@
+// What test programs share: waits with a bound, the ends of pools, forked children, and the files
+// and mappings of host drivers.
+#pragma once
+
+#include <doctest/doctest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+namespace vtensor {
+
+inline constexpr std::chrono::seconds kPatience(20);
+
+// Polls with a bound, so that a test that waits in vain fails instead of hanging.
+template <class Condition>
+bool comes_true(Condition condition, std::chrono::milliseconds bound = kPatience) {
+  const auto deadline = std::chrono::steady_clock::now() + bound;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+// That nothing has the pool any more, and nothing of it is left. The mapper may be the last to let
+// it go, and the next one begins the simulated device anew.
+template <class T, class Pool>
+void check_gone(const std::weak_ptr<Pool>& pool) {
+  comes_true([&] { return pool.expired() && T::leaks() == ""; });
+  CHECK(pool.expired());
+  CHECK(T::leaks() == "");
+}
+template <class T, class Pool>
+void let_go(std::shared_ptr<Pool>& pool) {
+  const std::weak_ptr<Pool> left = std::exchange(pool, nullptr);
+  check_gone<T>(left);
+}
+
+// What host drivers have: descriptors of their memfds, and mappings. Empty where there is nothing.
+inline std::string host_leaks() {
+  int files = 0, mappings = 0;
+  for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;  // the iterator's own is listed too
+    const auto target = std::filesystem::read_symlink(file, gone).string();
+    files += target.find("memfd:vtensor") != std::string::npos;
+  }
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);)
+    mappings += line.find("memfd:vtensor") != std::string::npos;
+  if (files + mappings == 0) return {};
+  return std::to_string(files) + " files, " + std::to_string(mappings) + " mappings";
+}
+
+// Runs `body` in a forked child. Its exit status, 99 where it threw, or -signal.
+inline int in_child(const std::function<int()>& body) {
+  std::fflush(nullptr);
+  const pid_t pid = fork();
+  if (pid == 0) {
+    // Not the handlers of doctest or a sanitizer.
+    for (const int number : {SIGSEGV, SIGBUS, SIGABRT}) signal(number, SIG_DFL);
+    try {
+      _exit(body());
+    } catch (...) {
+      _exit(99);
+    }
+  }
+  int status = 0;
+  REQUIRE(waitpid(pid, &status, 0) == pid);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+}  // namespace vtensor
