@@ -1,10 +1,7 @@
 // Fences, copies and time-outs of the CUDA driver over streams of the simulated libcuda that tests
 // hold back.
 #include <doctest/doctest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <cstdio>
 #include <filesystem>
 #include <iterator>
 #include <thread>
@@ -354,16 +351,10 @@ TEST_CASE("a worker's query is one call, and leaves the thread relaxed") {
 TEST_CASE("a forked child drops fences without a driver call, whatever locks were held") {  // I13
   Scene s;
   FencePtr fence = s.driver->fence(s.one.stream());
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  REQUIRE(child >= 0);
-  if (child == 0) {
-    fence.reset();
-    s.driver.reset();
-    _exit(0);
-  }
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 0));
+  CHECK(in_child([&] {
+          fence.reset();
+          s.driver.reset();
+          return 0;
+        }) == 0);
   CHECK(s.driver->passed(*fence));
 }

@@ -1,10 +1,7 @@
 // What every driver promises in driver/driver.h, for the host, for the CUDA driver over the
 // simulated libcuda, and for real CUDA where there is a GPU.
 #include <doctest/doctest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <cstdio>
 #include <limits>
 #include <thread>
 
@@ -256,10 +253,7 @@ TEST_CASE_TEMPLATE("a forked child is refused, and makes no driver call", T, SUB
   const Address range = bench.driver->reserve(1);
   bench.map(range, handles, Access::writable);
 
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  REQUIRE(child >= 0);
-  if (child == 0) {  // nothing of doctest here: it must leave by _exit
+  const int failed = in_child([&] {
     const auto refused = [](auto operation) {
       try {
         operation();
@@ -285,12 +279,9 @@ TEST_CASE_TEMPLATE("a forked child is refused, and makes no driver call", T, SUB
     driver.free_range(range, 1);
     failures += bench.calls() != before;
     bench.driver.reset();
-    _exit(failures);
-  }
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  REQUIRE(WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 0);
+    return failures;
+  });
+  CHECK(failed == 0);
   CHECK(bench.holds(range, 0, 1));
   bench.unmap(range, handles.size());
   bench.driver->free_range(range, 1);

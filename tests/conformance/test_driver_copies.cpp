@@ -2,12 +2,10 @@
 // their caller, in their order, in a stream of their own.
 #include <doctest/doctest.h>
 #include <pthread.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <thread>
@@ -316,10 +314,7 @@ TEST_CASE_TEMPLATE("a child that is forked beside copies is refused, and ends", 
   std::vector<Bytes> to(20, Bytes(kSize));
   for (Bytes& each : to) pages.out(each, 0);
 
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  REQUIRE(child >= 0);
-  if (child == 0) {  // nothing of doctest here: it must leave by _exit
+  const int failed = in_child([&] {
     alarm(30);
     int failures = 0;
     const auto refused = [&failures](auto operation) {
@@ -336,12 +331,9 @@ TEST_CASE_TEMPLATE("a child that is forked beside copies is refused, and ends", 
     refused([&] { driver.fence(driver.copy_stream()); });
     failures += pages.calls() != before;
     pages.driver.reset();
-    _exit(failures);
-  }
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  REQUIRE(WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 0);
+    return failures;
+  });
+  CHECK(failed == 0);
   if (T::is_cuda) SimulatedCuda::control().release(pages.driver->copy_stream());
   pages.await_copies();
   for (const Bytes& each : to) CHECK(each == from);

@@ -1,11 +1,9 @@
 // The simulated libcuda keeps the rules that the CUDA driver relies on: a test double that forgives
 // would hide its mistakes.
 #include <doctest/doctest.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -15,6 +13,7 @@
 #include "driver/cuda_calls.h"
 #include "qemu.h"
 #include "simcuda/client.h"
+#include "support.h"
 
 using namespace vtensor::cuda;
 
@@ -71,21 +70,13 @@ struct Simulation {
 
 unsigned char byte(CUdeviceptr at) { return *reinterpret_cast<volatile unsigned char*>(at); }
 
-// How a child process ended that ran `work`; no other way to see a fault.
+// How a child process ended that ran `work`: 0, or -signal; no other way to see a fault.
 template <class Work>
-int signal_of(Work work) {
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  if (child == 0) {
-    // doctest and the sanitizers would report the fault; here it is what is asked for.
-    for (const int number : {SIGSEGV, SIGBUS, SIGABRT}) std::signal(number, SIG_DFL);
-    std::freopen("/dev/null", "w", stderr);
+int ends(Work work) {
+  return vtensor::in_child([&] {
     work();
-    _exit(0);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  return WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    return 0;
+  });
 }
 
 }  // namespace
@@ -125,19 +116,19 @@ TEST_CASE("memory is accessible only as far as cuMemSetAccess says") {
   CHECK(sim.map(range, sim.create()) == CUDA_SUCCESS);
   const auto load = [&] { byte(range); };
   const auto store = [&] { *reinterpret_cast<volatile unsigned char*>(range) = 1; };
-  CHECK(signal_of(load) != 0);  // mapped, and not accessible
+  CHECK(ends(load) < 0);  // mapped, and not accessible
   CHECK(sim.set_access(range, 2, CU_MEM_ACCESS_FLAGS_PROT_READ) == CUDA_ERROR_INVALID_VALUE);
   CHECK(sim.set_access(range, 1, CU_MEM_ACCESS_FLAGS_PROT_READ) == CUDA_SUCCESS);
-  CHECK(signal_of(load) == 0);
-  CHECK(signal_of(store) != 0);
+  CHECK(ends(load) == 0);
+  CHECK(ends(store) < 0);
   CHECK(sim.api.cuMemsetD8Async.function(range, 0, 1, nullptr) == CUDA_ERROR_INVALID_VALUE);
   CHECK(sim.set_access(range, 1, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CUDA_SUCCESS);
-  CHECK(signal_of(store) == 0);
+  CHECK(ends(store) == 0);
   CHECK(sim.api.cuMemUnmap.function(range, kPage) == CUDA_SUCCESS);
-  CHECK(signal_of(load) != 0);
+  CHECK(ends(load) < 0);
   // A fresh mapping at the same address starts without access.
   CHECK(sim.map(range, sim.create()) == CUDA_SUCCESS);
-  CHECK(signal_of(load) != 0);
+  CHECK(ends(load) < 0);
 }
 
 TEST_CASE("fresh memory is not zero, and runs out") {
@@ -257,5 +248,5 @@ TEST_CASE("a handle that is none ends the process that releases it") {
 
 TEST_CASE("a forked child that calls it ends at once") {
   Simulation sim;
-  CHECK(signal_of([&] { sim.api.cuCtxSynchronize.function(); }) == SIGABRT);
+  CHECK(ends([&] { sim.api.cuCtxSynchronize.function(); }) == -SIGABRT);
 }

@@ -1,7 +1,6 @@
 // A KV cache's slots where Python cannot ask: prefixes beside tiles, windows, what free slots keep,
 // and what the pool's mapper does for slots, alone and beside other threads.
 #include <doctest/doctest.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -277,19 +276,14 @@ TEST_CASE("zeroing that no fence follows wipes out nothing that a step wrote") {
 TEST_CASE("a forked child may drop a cache whose lock the parent held") {
   Bench<OnSimulation> bench(plain(1), 100);
   CHECK(bench.grow(bench.alloc(), 5));
-  pid_t child = 0;
   {
     const PoolLock lock(bench.pool);
-    child = fork();
-    if (child == 0) {
-      alarm(10);
-      bench.cache.reset();
-      _exit(0);
-    }
+    CHECK(in_child([&] {
+            alarm(10);
+            bench.cache.reset();
+            return 0;
+          }) == 0);
   }
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status));
   bench.check();
   bench.finish();
 }
