@@ -72,10 +72,13 @@ template <class T>
 class Bench {
  public:
   Bench(SlotCacheShape shape, std::size_t pages, PoolOptions options = {})
-      : pool(open(pages, options)), cache(new SlotCache(pool, shape, kCaller)) {}
+      : Bench(open(pages, options), std::move(shape), true) {}
+  // In a pool that others use too.
+  Bench(std::shared_ptr<PagePool> shared, SlotCacheShape shape)
+      : Bench(std::move(shared), std::move(shape), false) {}
   ~Bench() {
     cache.reset();
-    let_go<T>(pool);
+    if (alone) let_go<T>(pool);
   }
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
@@ -192,6 +195,7 @@ class Bench {
     model.clear();
     away.clear();
     cache.reset();
+    if (!alone) return;
     if (pool->store().broken()) return end();
     for (int tries = 0; tries < 100; ++tries) {
       try {
@@ -227,8 +231,13 @@ class Bench {
   std::map<std::size_t, std::vector<std::uint32_t>> model;  // of slots in use
   std::map<std::size_t, std::vector<std::uint32_t>> away;   // of those swapped out
   HostBytes host;
+  const bool alone;
 
  private:
+  Bench(std::shared_ptr<PagePool> from, SlotCacheShape shape, bool is_alone)
+      : pool(std::move(from)),
+        cache(new SlotCache(pool, std::move(shape), kCaller)),
+        alone(is_alone) {}
   static std::uint32_t mark_of(std::size_t group, std::size_t row, std::uint32_t number) {
     return number * 64 + static_cast<std::uint32_t>(group * 16 + row);
   }

@@ -4,12 +4,15 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <fstream>
 #include <random>
+#include <thread>
 
+#include "cpp/hammered.h"
 #include "cpp/slot_cache_bench.h"
 
 namespace vtensor::slots {
@@ -28,14 +31,10 @@ template <class T>
 class Machine {
  public:
   Machine(unsigned seed, PoolOptions options, bool refuse)
-      : bench_({kSlots,
-                kLength,
-                1,
-                options.prefetch ? std::size_t{2} : 0,
-                {{2, 1000, 0}, {1, 6144, 0}, {1, 2048, 9}}},
-               kPages, options),
-        random_(seed),
-        refuse_(refuse) {}
+      : bench_(shape(options.prefetch != 0), kPages, options), random_(seed), refuse_(refuse) {}
+  // In a pool that others use too.
+  Machine(unsigned seed, const std::shared_ptr<PagePool>& shared)
+      : bench_(shared, shape(shared->looks_ahead())), random_(seed), refuse_(false) {}
 
   void run(std::size_t operations) {
     for (std::size_t i = 0; i < operations; ++i) {
@@ -45,6 +44,7 @@ class Machine {
         operate();
       } catch (const OutOfPages&) {
         ++refused_;
+        ++short_of_memory_;
       } catch (const NoFreeSlot&) {
         ++refused_;
       } catch (const DriverError&) {
@@ -68,17 +68,22 @@ class Machine {
   }
   std::size_t finish() {
     // Handles are used again, and not made anew for ever: the most is a thousand.
-    if (!T::is_cuda) CHECK(bench_.pool->driver().create(1) < 4'000);
+    if (!T::is_cuda && bench_.alone) CHECK(bench_.pool->driver().create(1) < 4'000);
     if (settled_ != 0) CHECK(resident() < settled_ + (std::size_t{16} << 20));
     bench_.finish();
     return done_;
   }
   std::size_t refused() const { return refused_; }
+  std::size_t short_of_memory() const { return short_of_memory_; }
   std::size_t stepped() const { return stepped_; }
   std::size_t found() const { return found_; }        // requests that began with a known prefix
   std::size_t returned() const { return returned_; }  // slots swapped in
 
  private:
+  static SlotCacheShape shape(bool ahead) {
+    return {
+        kSlots, kLength, 1, ahead ? std::size_t{2} : 0, {{2, 1000, 0}, {1, 6144, 0}, {1, 2048, 9}}};
+  }
   std::size_t pick(std::size_t n) { return random_() % n; }
   // A slot in use, or none.
   std::optional<std::size_t> any() {
@@ -134,6 +139,7 @@ class Machine {
       return;
     }
     ++refused_;
+    ++short_of_memory_;
     CHECK(bench_.lengths() == before);
     if (bench_.cache->evict(0)) return;
     if (const auto slot = any()) bench_.free(*slot);
@@ -148,6 +154,7 @@ class Machine {
     };
     const std::size_t pages = prefixes.pages(), most = evictable();
     const std::size_t freed = prefixes.evict(pick(20));
+    if (!bench_.alone) return;  // others that need memory evict too
     CHECK(prefixes.pages() == pages - freed);
     CHECK(freed + evictable() >= most);  // more where copies or freed slots leave some meanwhile
     // Copies that end meanwhile free some too. With a mapper others are mapped.
@@ -221,6 +228,7 @@ class Machine {
   const bool refuse_;
   std::deque<std::vector<Token>> prompts_;  // published not long ago
   std::size_t done_ = 0, refused_ = 0, stepped_ = 0, found_ = 0, returned_ = 0;
+  std::size_t short_of_memory_ = 0;
   std::size_t settled_ = 0;  // bytes resident once caches are warm; of long runs
 };
 
@@ -264,6 +272,45 @@ TEST_CASE_TEMPLATE("random operations with driver calls refused now and then", T
     Machine<T> machine(seed, {}, true);
     machine.run(operations() / 100 - done);
     done += machine.finish() + 1;
+  }
+}
+
+// Two caches with threads of their own and a thread with tensors, in a pool that has too little for
+// all, beside the mapper.
+TEST_CASE("caches and tensors that compete for the last pages") {
+  for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
+    Bench<OnHost> one({4, 32, 1, 4, {{2, 1000, 0}}}, kPages, {.prefetch = ahead});
+    std::atomic<bool> done{false};
+    std::atomic<std::size_t> stepped{0}, short_of_memory{0};
+    const auto serve = [&](unsigned seed) {
+      Machine<OnHost> machine(seed, one.pool);
+      machine.run(operations() / 60);
+      machine.finish();
+      stepped += machine.stepped();
+      short_of_memory += machine.short_of_memory();
+    };
+    std::thread first([&] { serve(1); }), second([&] { serve(2); });
+    std::thread tensors([&] {
+      std::mt19937 random(3);
+      while (!done) {
+        const auto buffer = Buffer::create(one.pool, {1, kPage, 64}, kCaller);
+        try {
+          for (std::size_t n = 1; n < 40 && !done; n += 1 + random() % 4)
+            buffer->grow(kCaller, {0, n}, false);
+        } catch (const OutOfPages&) {
+          ++short_of_memory;
+        }
+        buffer->abandon();
+        hammered::check_counts(*one.pool);
+      }
+    });
+    first.join();
+    second.join();
+    done = true;
+    tensors.join();
+    CHECK(stepped > operations() / 400);
+    CHECK(short_of_memory > 0);
+    one.finish();
   }
 }
 

@@ -3,9 +3,7 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <limits>
-#include <random>
 
 #include "cpp/slot_cache_bench.h"
 
@@ -286,90 +284,6 @@ TEST_CASE("a forked child may drop a cache whose lock the parent held") {
   }
   bench.check();
   bench.finish();
-}
-
-// Two caches with threads of their own and a thread with tensors, in a pool that has too little for
-// all, beside the mapper.
-TEST_CASE("caches and tensors that compete for the last pages") {
-  for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
-    Bench<OnHost> one({4, 32, 1, 4, {{2, 1000, 0}, {1, 2048, 9}}}, 72, {.prefetch = ahead});
-    std::atomic<bool> done{false};
-    std::atomic<std::size_t> stepped{0}, short_of_memory{0}, wrong{0};
-    const auto serve = [&](unsigned seed) {
-      std::mt19937 random(seed);
-      SlotCache cache(one.pool, one.cache->buffers().shape(), kCaller);
-      const auto mark = [&](std::size_t slot, std::size_t position) {
-        const Buffer& range = *cache.buffers().range(0);
-        return reinterpret_cast<std::uint32_t*>(range.address_of(slot, position));
-      };
-      std::vector<std::uint32_t> first(4);  // of each slot, what its positions count from
-      for (int i = 0; i < 3000; ++i) {
-        const std::size_t slot = random() % 4;
-        try {
-          if (cache.lengths().state(slot) == SlotState::free) {
-            const std::size_t made = cache.alloc(kCaller, random() % 20);
-            first[made] = static_cast<std::uint32_t>(random());
-          } else if (random() % 12 == 0) {
-            cache.free(kCaller, slot);
-          } else if (random() % 12 == 0) {
-            const std::size_t made = cache.fork(kCaller, slot, 1).front();
-            first[made] = first[slot];
-          } else {
-            std::vector<std::int64_t> lengths(cache.lengths().all().begin(),
-                                              cache.lengths().all().end());
-            const auto before = static_cast<std::size_t>(lengths[slot]);
-            lengths[slot] = std::min<std::int64_t>(32, lengths[slot] + 1 + random() % 3);
-            if (!cache.step_within(kCaller, lengths)) cache.step(kCaller, lengths);
-            ++stepped;
-            for (std::size_t k = before; k < cache.lengths().length(slot); ++k)
-              *mark(slot, k) = first[slot] + static_cast<std::uint32_t>(k);
-          }
-        } catch (const NoFreeSlot&) {
-        } catch (const OutOfPages&) {
-          ++short_of_memory;
-          if (cache.lengths().state(slot) != SlotState::free) cache.free(kCaller, slot);
-        }
-        for (std::size_t s = 0; s < 4; ++s) {
-          if (cache.lengths().state(s) == SlotState::free) continue;
-          for (std::size_t k = 0; k < cache.lengths().length(s); ++k)
-            wrong += *mark(s, k) != first[s] + static_cast<std::uint32_t>(k);
-        }
-      }
-    };
-    std::vector<std::thread> threads;
-    threads.emplace_back(serve, 1);
-    threads.emplace_back(serve, 2);
-    threads.emplace_back([&] {
-      std::mt19937 random(3);
-      while (!done) {
-        const auto buffer = Buffer::create(one.pool, {1, kPage, 64}, kCaller);
-        try {
-          for (std::size_t n = 1; n < 40 && !done; n += 1 + random() % 4)
-            buffer->grow(kCaller, {0, n}, false);
-        } catch (const OutOfPages&) {
-          ++short_of_memory;
-        }
-        buffer->abandon();
-      }
-    });
-    threads.emplace_back([&] {
-      while (!done) {
-        const PoolCounts counts = one.pool->counts();
-        CHECK(counts.mapped == counts.active + counts.prefetched + counts.cached + counts.pinned);
-        CHECK_NOTHROW(one.pool->check_invariants());
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-    });
-    threads[0].join();
-    threads[1].join();
-    done = true;
-    threads[2].join();
-    threads[3].join();
-    CHECK(wrong == 0);
-    CHECK(stepped > 500);
-    CHECK(short_of_memory > 0);
-    one.finish();
-  }
 }
 
 }  // namespace vtensor::slots
