@@ -575,11 +575,6 @@ struct One {
     waking.finish(std::span(&number, 1));
   }
 
-  void break_down() {
-    const PoolLock lock(pool);
-    pool->store().break_down(std::make_exception_ptr(std::runtime_error("refused")));
-  }
-
   std::uint64_t number = 0;
   std::shared_ptr<PagePool> pool;
   std::shared_ptr<Buffer> buffer;
@@ -622,31 +617,6 @@ TEST_CASE_TEMPLATE("what uses a pool beside what sleeps and wakes", T, OnHost, O
 TEST_CASE_TEMPLATE("the same while the driver refuses calls (I8)", T, OnHost, OnSimulation) {
   hammer<T>({.refuse = true});
   hammer<T>({.options = {.prefetch = 16 * kPage, .cache = 48 * kPage}, .refuse = true});
-}
-
-TEST_CASE_TEMPLATE("a broken pool neither falls asleep nor wakes", T, OnHost, OnSimulation) {
-  SUBCASE("falls asleep") {
-    One<T> one(3);
-    FallAsleep falling(one.pool);
-    falling.next_number();
-    falling.add(one.buffer);
-    one.break_down();
-    CHECK_THROWS_AS(falling.begin(kCaller), DriverError);
-    CHECK(falling.parts().empty());
-  }
-  SUBCASE("wakes") {
-    One<T> one(3);
-    one.sleep();
-    one.break_down();
-    const auto mappings = [&] {
-      const CallMeter& meter = one.pool->driver().meter();
-      return meter.count(ThreadRole::caller, Call::mmap) +
-             meter.count(ThreadRole::caller, Call::cuMemMap);
-    };
-    const std::uint64_t before = mappings();
-    CHECK_THROWS_AS(one.wake(), DriverError);
-    CHECK(mappings() == before);
-  }
 }
 
 TEST_CASE_TEMPLATE("memory that the driver did not take back shows zeros all the same", T, OnHost,
@@ -818,29 +788,6 @@ TEST_CASE("what wakes is not unmapped under a copy that still runs") {
   CHECK(control.illegal_accesses() == illegal);
   CHECK_FALSE(one.pool->store().broken());
   one.wake();
-}
-
-TEST_CASE("a page that sleeps has no private copy") {
-  One<OnHost> one(4);
-  const std::vector<std::size_t> rows{0};
-  const std::shared_ptr<Buffer> fork =
-      one.buffer->share_rows(kCaller, one.buffer->shape(), rows, false);
-  FallAsleep falling(one.pool);
-  one.number = falling.next_number();
-  falling.add(one.buffer);
-  falling.add(fork);
-  falling.begin(kCaller);
-  CHECK(falling.finish() == 4);
-  volatile char seen = 0;
-  for (std::size_t i = 0; i < 4; ++i) seen = one.bytes()[i * kPage];  // what views may do
-  CHECK(seen == 0);
-  CHECK(one.pool->counts().used == 0);
-  for (const PageRecord& page : one.buffer->pages()) {
-    CHECK(std::string(page.state) == "asleep");
-    CHECK(page.page_id == -1);
-  }
-  one.wake();
-  fork->abandon();
 }
 
 }  // namespace vtensor

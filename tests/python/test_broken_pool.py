@@ -15,6 +15,8 @@ import torch
 import vtensor
 from kv_support import make_cache
 from support import (
+    calls,
+    calls_since,
     check_sums,
     eventually,
     filled,
@@ -281,8 +283,10 @@ def test_a_sleep_that_cannot_be_undone(pool_factory, kind, begin, operate):
         else:
             broke += 1
             for name in ("extend", "wake", "sleep"):
+                made = calls(pool)
                 with pytest.raises(vtensor.DriverError, match="broken"):
                     OPERATIONS[name](pool, t)
+                assert not calls_since(pool, made).keys() & {"mmap", "cuMemMap"}, name
         t.close()
         fork.close()
         pool.close()

@@ -725,6 +725,7 @@ def test_counts_say_asleep_once(scene):
     assert (stats.pages_used, stats.pages_mapped, stats.nbytes_mapped, *mapped) == (0,) * 7
     if pool._core.kernel_copies_on_write:
         assert scene.view.eq(0).all()  # torch knows nothing of it, and reads the page of zeros
+        assert pool.stats().pages_used == 0
     records = scene.t.pages()
     assert [record.address for record in records] == pages
     assert {(record.state, record.page_id) for record in records} == {("asleep", -1)}
