@@ -28,7 +28,7 @@ bool comes_true(Condition condition, std::chrono::milliseconds bound = kPatience
   const auto deadline = std::chrono::steady_clock::now() + bound;
   while (!condition()) {
     if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   return true;
 }
@@ -37,9 +37,10 @@ bool comes_true(Condition condition, std::chrono::milliseconds bound = kPatience
 // it go, and the next one begins the simulated device anew.
 template <class T, class Pool>
 void check_gone(const std::weak_ptr<Pool>& pool) {
-  comes_true([&] { return pool.expired() && T::leaks() == ""; });
+  std::string left;
+  comes_true([&] { return pool.expired() && (left = T::leaks()).empty(); });
   CHECK(pool.expired());
-  CHECK(T::leaks() == "");
+  CHECK(left == "");
 }
 template <class T, class Pool>
 void let_go(std::shared_ptr<Pool>& pool) {

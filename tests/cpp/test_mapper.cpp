@@ -248,6 +248,7 @@ TEST_CASE("a new owner never finds what is on its way out of an reused buffer (I
 TEST_CASE("foreign pages whose unmapping is refused are zeroed all the same (I7)") {
   const auto pool = open_pool(32, {.prefetch = 64 * kBytes, .cache = 32 * kBytes});
   const RowShape shape{1, kBytes, 64, 0, false};
+  std::uint64_t refused = 0;
   for (int i = 0; i < 100; ++i) {
     const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
     first->grow(kCaller, {0, 24}, false);
@@ -261,6 +262,7 @@ TEST_CASE("foreign pages whose unmapping is refused are zeroed all the same (I7)
     } catch (const Error&) {
     }
     pool->driver().meter().disarm();
+    refused += pool->driver().meter().refused(Call::munmap);
     other->abandon();
     second->grow(kCaller, {0, 8}, false);
     for (std::size_t page = 0; page < 8; ++page)
@@ -268,10 +270,12 @@ TEST_CASE("foreign pages whose unmapping is refused are zeroed all the same (I7)
     second->abandon();
     pool->trim();
   }
+  CHECK(refused > 0);
 }
 
 TEST_CASE("rows that were prepared half way and then refused are given back") {
   const RowShape shape{2, kBytes, 512, 0, false};
+  std::uint64_t refused = 0;
   for (std::uint64_t skip = 0; skip < 6; ++skip) {
     // The second of the mapper's steps finds 38 pages left for the second row.
     const auto pool = open_pool(550, {});
@@ -283,11 +287,13 @@ TEST_CASE("rows that were prepared half way and then refused are given back") {
     } catch (const DriverError&) {
     }
     pool->driver().meter().disarm();
+    refused += pool->driver().meter().refused(Call::mmap);
     buffer->abandon();
     CHECK_NOTHROW(pool->wait_idle(kPatience));
     CHECK(pool->counts().mapped == 0);
     CHECK(pool->counts().reserved_pages == 0);
   }
+  CHECK(refused > 0);
 }
 
 TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped") {

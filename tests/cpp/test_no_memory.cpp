@@ -300,19 +300,19 @@ TEST_CASE_TEMPLATE("shared pages", T, OnHost, OnSimulation) {
     if (!T::is_cuda) *reinterpret_cast<char*>(fork->address_of(0, 0)) = 1;
     return [fork] { fork->unshare(kCaller, {0, 40}); };
   });
-  each_allocation<T>("reindex", [](Bench& bench) {
-    return [buffer = bench.buffer(40)] {
-      if (T::is_cuda) return;
-      constexpr std::size_t rows[] = {1, 1};
-      const Buffer::Reindexing one{buffer.get(), rows};
-      Buffer::reindex(kCaller, {&one, 1});
-    };
-  });
   each_allocation<T>("prefix", [](Bench& bench) {
     return [from = bench.buffer(40), to = bench.buffer(0)] {
       constexpr Interval some[] = {{0, 4}, {4, 8}};
       to->accept(kCaller, {0, 16}, from->offer_writable(kCaller, some), true);
       to->accept_expected(kCaller);
+    };
+  });
+  if (T::is_cuda) return;  // no driver of a device remaps in one step
+  each_allocation<T>("reindex", [](Bench& bench) {
+    return [buffer = bench.buffer(40)] {
+      constexpr std::size_t rows[] = {1, 1};
+      const Buffer::Reindexing one{buffer.get(), rows};
+      Buffer::reindex(kCaller, {&one, 1});
     };
   });
 }
