@@ -1,24 +1,59 @@
-// Operations whose n-th allocation is refused, for every n: what they throw leaves nothing half
-// done, and what cannot throw needs no memory.
+// Operations, and calls of the CUDA driver, whose n-th allocation is refused, for every n: what
+// they throw leaves nothing half done, and what cannot throw needs no memory.
 #include <doctest/doctest.h>
 
 #include <array>
 #include <cstddef>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <new>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "arena/arena.h"
-#include "cpp/refused_allocations.h"
+#include "base/descriptor.h"
 #include "cpp/slot_cache_bench.h"
 #include "heap/heap.h"
 #include "kv/slot_cache.h"
 #include "policy/page_pool.h"
 #include "policy/sleep.h"
 #include "tensor/buffer.h"
+
+// Refuses one allocation of a thread: this replaces operator new. The allocations of the simulated
+// libcuda and of other libraries do not count.
+namespace {
+
+extern "C" const char __executable_start, etext;  // of the linker
+
+// Allocations of this thread before one is refused; below 0 none is.
+thread_local long allowed = -1;
+
+void* allocate(std::size_t bytes, std::size_t alignment, const void* caller) {
+  const bool ours = caller >= &__executable_start && caller < &etext;
+  const bool refused = ours && allowed == 0;
+  if (ours && allowed >= 0) --allowed;
+  void* const at = refused
+                       ? nullptr
+                       : std::aligned_alloc(alignment, (bytes + alignment) / alignment * alignment);
+  if (at == nullptr) throw std::bad_alloc();
+  return at;
+}
+
+}  // namespace
+
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  return allocate(bytes, alignof(std::max_align_t), __builtin_return_address(0));
+}
+[[gnu::noinline]] void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment), __builtin_return_address(0));
+}
+void operator delete(void* at) noexcept { std::free(at); }
+void operator delete(void* at, std::size_t) noexcept { std::free(at); }
+void operator delete(void* at, std::align_val_t) noexcept { std::free(at); }
+void operator delete(void* at, std::size_t, std::align_val_t) noexcept { std::free(at); }
 
 namespace vtensor {
 namespace {
@@ -433,6 +468,97 @@ TEST_CASE_TEMPLATE("slots", T, OnHost, OnSimulation) {
       };
     });
   }
+}
+
+// A CUDA driver with two pages mapped, and two others.
+struct DriverBench {
+  DriverBench() {
+    old = {driver->create(1), driver->create(1)};
+    other = {driver->create(1), driver->create(1)};
+    range = driver->reserve(2);
+    const PageRun run{range, old};
+    std::size_t mapped = 0;
+    driver->map({&run, 1}, Access::writable, mapped);
+  }
+  ~DriverBench() { driver->unmap(range, 2); }
+  DriverBench(const DriverBench&) = delete;
+  DriverBench& operator=(const DriverBench&) = delete;
+
+  const FreshDevice device{kPage};
+  const std::unique_ptr<Driver> driver = make_cuda_driver({.shareable = true,
+                                                           .page_size = kPage,
+                                                           .library = simcuda_library(),
+                                                           .memory_is_host_memory = true});
+  std::array<Handle, 2> old{}, other{};
+  Address range = 0;
+};
+
+// Each leaves what was there, and no memory of the device that nothing knows of (I8, I14).
+void refuse_each_allocation(const std::function<void(DriverBench&)>& operate) {
+  for (long n = 0, done = 0; done == 0; ++n) {
+    REQUIRE(n < 50);
+    CAPTURE(n);
+    {
+      DriverBench bench;
+      allowed = n;
+      try {
+        operate(bench);
+      } catch (const std::bad_alloc&) {
+      }
+      done = allowed >= 0;
+      allowed = -1;
+    }
+    const SimcudaLeaks left = SimcudaControl().leaks();
+    CHECK(left.handles == 0);
+    CHECK(left.mappings == 0);
+    CHECK(left.ranges == 0);
+  }
+}
+
+TEST_CASE("a page that was imported is given back") {
+  refuse_each_allocation([](DriverBench& bench) {
+    const ExportedPage page = bench.driver->export_page(bench.old[0]);
+    const Descriptor descriptor(page.descriptor);
+    bench.driver->import_page(page, bench.driver->traits().exports);
+  });
+}
+
+TEST_CASE("addresses with a page of zeros behind some are given back at once") {
+  refuse_each_allocation([](DriverBench& bench) {
+    const Backed backed{.first = 1, .every = 3};
+    const long n = std::exchange(allowed, -1);
+    bench.driver->free_range(bench.driver->reserve(3, backed), 3);  // the first one makes that page
+    const std::size_t before = bench.device.leaks().ranges;
+    allowed = n;
+    try {
+      bench.driver->reserve(3, backed);
+    } catch (const std::bad_alloc&) {
+      CHECK(bench.device.leaks().ranges == before);
+      throw;
+    }
+  });
+}
+
+TEST_CASE("pages that were to be replaced stay mapped") {
+  refuse_each_allocation([](DriverBench& bench) {
+    bench.driver->remap(bench.range, bench.old, Access::writable, bench.other, Access::writable);
+  });
+}
+
+TEST_CASE("copies that were launched keep their pages until they are done") {
+  refuse_each_allocation([](DriverBench& bench) {
+    bench.device.configure("eager", 0);
+    const std::array<PageCopy, 2> copies{PageCopy{bench.other[0], bench.range},
+                                         PageCopy{bench.other[1], bench.range + kPage}};
+    try {
+      bench.driver->copy_pages(copies, {});
+    } catch (const std::bad_alloc&) {
+      const long none_left = std::exchange(allowed, -1);
+      bench.driver->copy_pages(copies, {});
+      allowed = none_left;
+    }
+    CHECK(bench.device.illegal_accesses() == 0);
+  });
 }
 
 }  // namespace
