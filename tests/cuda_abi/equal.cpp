@@ -1,5 +1,7 @@
 // Compiles where csrc/driver/cuda_abi.h says of libcuda what NVIDIA's cuda.h says of it. `make
 // check` compiles it over several releases of cuda.h; nothing links or runs it.
+#include "base/calls.h"  // before cuda.h, which gives its names to newer versions
+
 // Has cuda.h declare cuStreamGetCaptureInfo_v2 from 13.0 on too.
 #define __CUDA_API_VERSION_INTERNAL
 #include <cuda.h>
@@ -164,62 +166,23 @@ EQUAL_STRUCT(CUmemAccessDesc);
 EQUAL_FIELD(CUmemAccessDesc, location);
 EQUAL_FIELD(CUmemAccessDesc, flags);
 
+// What the driver calls, and then what only the simulation and its clients do.
+#define EQUAL_CALL(name, symbol) EQUAL_FUNCTION(symbol);
+VTENSOR_CUDA_CALLS(EQUAL_CALL)
 EQUAL_FUNCTION(cuGetErrorName);
-EQUAL_FUNCTION(cuInit);
 EQUAL_FUNCTION(cuDriverGetVersion);
 EQUAL_FUNCTION(cuGetProcAddress_v2);
-EQUAL_FUNCTION(cuDeviceGetCount);
-EQUAL_FUNCTION(cuDeviceGet);
 EQUAL_FUNCTION(cuDeviceGetName);
-EQUAL_FUNCTION(cuDeviceGetUuid_v2);
-EQUAL_FUNCTION(cuDeviceGetAttribute);
-EQUAL_FUNCTION(cuDevicePrimaryCtxRetain);
-EQUAL_FUNCTION(cuDevicePrimaryCtxRelease_v2);
-EQUAL_FUNCTION(cuCtxGetCurrent);
-EQUAL_FUNCTION(cuCtxSetCurrent);
-EQUAL_FUNCTION(cuCtxGetDevice);
-EQUAL_FUNCTION(cuCtxSynchronize);
 EQUAL_FUNCTION(cuCtxGetStreamPriorityRange);
-EQUAL_FUNCTION(cuMemGetInfo_v2);
-EQUAL_FUNCTION(cuMemGetAllocationGranularity);
-EQUAL_FUNCTION(cuMemAddressReserve);
-EQUAL_FUNCTION(cuMemAddressFree);
-EQUAL_FUNCTION(cuMemCreate);
-EQUAL_FUNCTION(cuMemRelease);
-EQUAL_FUNCTION(cuMemMap);
-EQUAL_FUNCTION(cuMemUnmap);
-EQUAL_FUNCTION(cuMemSetAccess);
 EQUAL_FUNCTION(cuMemGetAccess);
-EQUAL_FUNCTION(cuMemExportToShareableHandle);
-EQUAL_FUNCTION(cuMemImportFromShareableHandle);
 EQUAL_FUNCTION(cuMemRetainAllocationHandle);
-EQUAL_FUNCTION(cuPointerGetAttribute);
 EQUAL_FUNCTION(cuMemsetD8_v2);
-EQUAL_FUNCTION(cuMemsetD8Async);
 EQUAL_FUNCTION(cuMemcpyDtoD_v2);
-EQUAL_FUNCTION(cuMemcpyDtoDAsync_v2);
-EQUAL_FUNCTION(cuMemcpyDtoHAsync_v2);
-EQUAL_FUNCTION(cuMemcpyHtoDAsync_v2);
-EQUAL_FUNCTION(cuStreamCreate);
 EQUAL_FUNCTION(cuStreamCreateWithPriority);
-EQUAL_FUNCTION(cuStreamDestroy_v2);
-EQUAL_FUNCTION(cuStreamQuery);
-EQUAL_FUNCTION(cuStreamGetCtx);
 EQUAL_FUNCTION(cuStreamSynchronize);
-EQUAL_FUNCTION(cuStreamWaitEvent);
-EQUAL_FUNCTION(cuEventCreate);
-EQUAL_FUNCTION(cuEventDestroy_v2);
-EQUAL_FUNCTION(cuEventRecord);
-EQUAL_FUNCTION(cuEventQuery);
 EQUAL_FUNCTION(cuEventSynchronize);
-EQUAL_FUNCTION(cuThreadExchangeStreamCaptureMode);
-EQUAL_FUNCTION(cuStreamIsCapturing);
-EQUAL_FUNCTION(cuStreamGetCaptureInfo_v2);
 EQUAL_FUNCTION(cuStreamBeginCapture_v2);
 EQUAL_FUNCTION(cuStreamEndCapture);
-EQUAL_FUNCTION(cuUserObjectCreate);
-EQUAL_FUNCTION(cuUserObjectRelease);
-EQUAL_FUNCTION(cuGraphRetainUserObject);
 EQUAL_FUNCTION(cuGraphDestroy);
 EQUAL_FUNCTION(cuGraphInstantiateWithFlags);
 EQUAL_FUNCTION(cuGraphExecDestroy);
