@@ -8,11 +8,13 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -56,9 +58,11 @@ inline std::string host_leaks() {
     const auto target = std::filesystem::read_symlink(file, gone).string();
     files += target.find("memfd:vtensor") != std::string::npos;
   }
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);)
-    mappings += line.find("memfd:vtensor") != std::string::npos;
+  std::ostringstream lines;
+  lines << std::ifstream("/proc/self/maps").rdbuf();
+  const std::string maps = lines.str();
+  for (std::size_t at = 0; (at = maps.find("memfd:vtensor", at)) != std::string::npos; ++at)
+    ++mappings;
   if (files + mappings == 0) return {};
   return std::to_string(files) + " files, " + std::to_string(mappings) + " mappings";
 }
