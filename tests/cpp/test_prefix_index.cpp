@@ -214,7 +214,7 @@ TEST_CASE("page sets end in a scope that has the lock") {
 }
 
 TEST_CASE("very long prompts are added, found, given up and forgotten") {
-  constexpr std::size_t kUnits = 200'000;
+  constexpr std::size_t kUnits = 50'000;
   const auto pool = open_pool();
   // Nodes need no pages for this.
   const auto nothing = std::make_shared<PageSet>(pool, Interval{}, std::vector<Page*>{});
