@@ -36,7 +36,6 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(hold_calls, simcuda_hold_calls);
   SIMCUDA_ENTRY(leaks, simcuda_leaks);
   SIMCUDA_ENTRY(free_memory, simcuda_free_memory);
-  SIMCUDA_ENTRY(mapping_at, simcuda_mapping_at);
   SIMCUDA_ENTRY(calls, simcuda_calls);
   SIMCUDA_ENTRY(refusals, simcuda_refusals);
   SIMCUDA_ENTRY(hold, simcuda_hold);
@@ -46,7 +45,6 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(unseen_events, simcuda_unseen_events);
   SIMCUDA_ENTRY(launch, simcuda_launch);
   SIMCUDA_ENTRY(occupy, simcuda_occupy);
-  SIMCUDA_ENTRY(take_memory, simcuda_take_memory);
   SIMCUDA_ENTRY(make_context, simcuda_make_context);
   SIMCUDA_ENTRY(make_stream, simcuda_make_stream);
   SIMCUDA_ENTRY(destroy_stream, simcuda_destroy_stream);

@@ -24,21 +24,11 @@ struct SettingName {
   const char* variable;
   std::uint64_t Settings::* value;
 };
-constexpr std::array<SettingName, 13> kSettings = {{
-    {"devices", "SIMCUDA_DEVICES", &Settings::devices},
-    {"memory", "SIMCUDA_MEMORY", &Settings::memory},
-    {"vmm", "SIMCUDA_VMM", &Settings::vmm},
-    {"granularity", "SIMCUDA_GRANULARITY", &Settings::granularity},
-    {"read_only", "SIMCUDA_READ_ONLY", &Settings::read_only},
-    {"rdma", "SIMCUDA_RDMA", &Settings::rdma},
-    {"pointers", "SIMCUDA_POINTERS", &Settings::pointers},
-    {"handle_types", "SIMCUDA_HANDLE_TYPES", &Settings::handle_types},
-    {"imex", "SIMCUDA_IMEX", &Settings::imex},
-    {"first_uuid", "SIMCUDA_FIRST_UUID", &Settings::first_uuid},
-    {"eager", "SIMCUDA_EAGER", &Settings::eager},
-    {"sync_timeout", "SIMCUDA_SYNC_TIMEOUT", &Settings::sync_timeout},
-    {"blocking", "SIMCUDA_BLOCKING", &Settings::blocking},
-}};
+constexpr SettingName kSettings[] = {
+#define SIMCUDA_SETTING(name, variable, value) {#name, variable, &Settings::name},
+    SIMCUDA_SETTINGS(SIMCUDA_SETTING)
+#undef SIMCUDA_SETTING
+};
 
 bool matches(const std::string& pattern, const std::string& call) {
   return pattern == "*" || pattern == call;

@@ -17,20 +17,26 @@ namespace simcuda {
 
 using namespace vtensor::cuda;  // CUresult and the like
 
+// Name, environment variable, what it is at first: see simcuda.h.
+#define SIMCUDA_SETTINGS(X)                                     \
+  X(devices, "SIMCUDA_DEVICES", 1)                              \
+  X(memory, "SIMCUDA_MEMORY", std::uint64_t{4} << 30)           \
+  X(vmm, "SIMCUDA_VMM", 1)                                      \
+  X(granularity, "SIMCUDA_GRANULARITY", std::uint64_t{2} << 20) \
+  X(read_only, "SIMCUDA_READ_ONLY", 1)                          \
+  X(rdma, "SIMCUDA_RDMA", 1)                                    \
+  X(pointers, "SIMCUDA_POINTERS", 1)                            \
+  X(handle_types, "SIMCUDA_HANDLE_TYPES", 1)                    \
+  X(imex, "SIMCUDA_IMEX", 1)                                    \
+  X(first_uuid, "SIMCUDA_FIRST_UUID", 1)                        \
+  X(eager, "SIMCUDA_EAGER", 1)                                  \
+  X(sync_timeout, "SIMCUDA_SYNC_TIMEOUT", 10'000)               \
+  X(blocking, "SIMCUDA_BLOCKING", 0)
+
 struct Settings {
-  std::uint64_t devices = 1;
-  std::uint64_t memory = std::uint64_t{4} << 30;
-  std::uint64_t vmm = 1;
-  std::uint64_t granularity = std::uint64_t{2} << 20;
-  std::uint64_t read_only = 1;
-  std::uint64_t rdma = 1;
-  std::uint64_t pointers = 1;
-  std::uint64_t handle_types = 1;
-  std::uint64_t imex = 1;
-  std::uint64_t first_uuid = 1;
-  std::uint64_t eager = 1;
-  std::uint64_t sync_timeout = 10'000;
-  std::uint64_t blocking = 0;
+#define SIMCUDA_MEMBER(name, variable, value) std::uint64_t name = value;
+  SIMCUDA_SETTINGS(SIMCUDA_MEMBER)
+#undef SIMCUDA_MEMBER
 
   static Settings from_environment();
   // Null where there is no such setting.

@@ -34,9 +34,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
 extern "C" {
-#endif
 
 // Returns 0, or -1 where there is no such setting.
 int simcuda_configure(const char* setting, uint64_t value);
@@ -118,7 +116,4 @@ uint64_t simcuda_pending(uint64_t stream);
 void simcuda_run(void);
 // Illegal accesses, and mappings that were removed or changed under work that has not run yet.
 uint64_t simcuda_illegal_accesses(void);
-
-#ifdef __cplusplus
 }
-#endif

@@ -44,6 +44,20 @@ CUresult refuse_captured(const std::shared_ptr<simcuda::Capture>& capture, CUres
   return code;
 }
 
+// The capture that a stream is in, or none.
+CUresult find_capture(Sim& s, CUstream name, CUstreamCaptureStatus* status,
+                      std::shared_ptr<simcuda::Capture>* capture) {
+  const StreamPtr found = s.model->streams.find(name, s.context());
+  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  if (is_default(name) && s.model->streams.blocking_capture(found->context))
+    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+  *capture = found->capture;
+  *status = found->capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
+            : found->capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                          : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+  return CUDA_SUCCESS;
+}
+
 CUresult fill(Sim& s, CUstream stream, CUdeviceptr ptr, unsigned char value, std::size_t size) {
   if (!s.model->memory.allows(ptr, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) {
     return CUDA_ERROR_INVALID_VALUE;
@@ -278,15 +292,8 @@ SIMCUDA_ENTRY(cuEventSynchronize)(CUevent event) {
 
 SIMCUDA_ENTRY(cuStreamIsCapturing)(CUstream stream, CUstreamCaptureStatus* status) {
   return answer("cuStreamIsCapturing", Needs::context, During::any_capture, [&](Sim& s) {
-    const StreamPtr found = s.model->streams.find(stream, s.context());
-    if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    if (is_default(stream) && s.model->streams.blocking_capture(found->context)) {
-      return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-    }
-    *status = found->capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
-              : found->capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
-                                            : CU_STREAM_CAPTURE_STATUS_ACTIVE;
-    return CUDA_SUCCESS;
+    std::shared_ptr<simcuda::Capture> capture;
+    return find_capture(s, stream, status, &capture);
   });
 }
 
@@ -299,16 +306,9 @@ SIMCUDA_ENTRY(cuStreamGetCaptureInfo_v2)(CUstream stream, CUstreamCaptureStatus*
     if (dependencies != nullptr || dependency_count != nullptr) {
       return CUDA_ERROR_NOT_SUPPORTED;
     }
-    const StreamPtr found = s.model->streams.find(stream, s.context());
-    if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    if (is_default(stream) && s.model->streams.blocking_capture(found->context)) {
-      return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-    }
-    const auto& capture = found->capture;
-    *status = capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
-              : capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
-                                     : CU_STREAM_CAPTURE_STATUS_ACTIVE;
-    if (*status != CU_STREAM_CAPTURE_STATUS_ACTIVE) return CUDA_SUCCESS;
+    std::shared_ptr<simcuda::Capture> capture;
+    const CUresult code = find_capture(s, stream, status, &capture);
+    if (code != CUDA_SUCCESS || *status != CU_STREAM_CAPTURE_STATUS_ACTIVE) return code;
     if (id != nullptr) *id = capture->id;
     if (graph != nullptr) *graph = capture->graph;
     return CUDA_SUCCESS;
