@@ -197,29 +197,6 @@ TEST_CASE("mappings that others make meanwhile are noticed") {
                   DriverError);
 }
 
-TEST_CASE("near the kernel's limit the driver keeps headroom, and can always unmap") {
-  if (limit_is_out_of_reach()) return;
-  constexpr std::size_t kPages = 600;
-  const std::size_t limit = MapLimit::kernel().limit();
-  const Filler filler(limit - std::min<std::size_t>(512, limit / 16) - 20);
-  MapLimit checked(MapLimit::kernel());
-  const auto driver = make_host_driver({.page_size = kPage, .limit = &checked});
-  const Address range = driver->reserve(2 * kPages);
-  const Handle h = driver->create(4 * kPages);
-  map_run(*driver, range, adjacent(h, kPages), Access::writable);
-  const auto before = maps_of(range, 2 * kPages * kPage);
-  const auto error = error_of<DriverError>([&] {
-    map_run(*driver, range + kPages * kPage, scattered(h + 2 * kPages, 40), Access::writable);
-  });
-  CHECK(contains(error.what(), "vm.max_map_count"));
-  CHECK(maps_of(range, 2 * kPages * kPage) == before);
-  for (std::size_t i = 1; i < 200; i += 2) {  // each splits a merged mapping
-    driver->unmap(range + i * kPage, 1);
-  }
-  CHECK(memfd_mappings(range, 2 * kPages * kPage) == 101);
-  driver->free_range(range, 2 * kPages);
-}
-
 // The driver saw a lot of room, and then others took all of it.
 TEST_CASE("at the kernel's limit a refusal leaves all as it was, and taking down works") {  // I8
   if (limit_is_out_of_reach() || under_qemu("takes mappings that the process cannot count")) return;
