@@ -175,7 +175,7 @@ def test_the_mapper_rests(pool_factory, kind):
 
 def test_every_wait_ends(pool_factory, sim):
     """Of threads that wait for pages on their way out, behind a stream that is held."""
-    pool = pool_factory("simcuda", pages=32)
+    pool = pool_factory("simcuda", pages=32, patience=60)
     stream = sim.stream()
     tensors = to_break(pool)
     used = filled(pool, 40)
@@ -186,11 +186,10 @@ def test_every_wait_ends(pool_factory, sim):
     raised = []
 
     def wait(operate):
-        began = time.monotonic()
         try:
             operate()
         except vtensor.DriverError as error:
-            raised.append((str(error), time.monotonic() - began))
+            raised.append(str(error))
 
     growing = quarter(pool, 1, capacity=200)  # in need of more than is free
     waits = [lambda: pool.wait_idle(60), lambda: growing.extend(80)]
@@ -202,7 +201,7 @@ def test_every_wait_ends(pool_factory, sim):
     for thread in threads:
         thread.join(30)
     sim.release(stream)
-    assert [message for message, _ in raised] == [pool.broken] * 2
+    assert raised == [pool.broken] * 2  # at once: by themselves they would go on for longer
     pool.close()
 
 

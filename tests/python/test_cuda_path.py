@@ -32,9 +32,6 @@ from vtensor import testing
 pytestmark = needs_simcuda
 
 
-# -- the life of a tensor
-
-
 # -- driver calls
 
 
@@ -95,7 +92,7 @@ def test_without_read_only_mappings_operations_still_part_pages(pool_factory):  
         child.close()
 
 
-# -- a device without room, or without what is needed
+# -- what the device has
 
 
 def test_the_default_budget_is_nine_tenths_of_the_free_memory():
@@ -105,14 +102,14 @@ def test_the_default_budget_is_nine_tenths_of_the_free_memory():
         pool.close()
 
 
-# -- the end of the process
-
-
 def test_the_smallest_page_is_the_devices():
     with device(granularity=8192):
         pool = testing.simulated_cuda_pool(simcuda_library(), page_size=16384)
         assert (pool._core.granularity, pool.page_size) == (8192, 16384)
         pool.close()
+
+
+# -- the end of the process
 
 
 def test_the_leak_report_sees_a_leak():

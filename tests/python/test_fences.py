@@ -130,6 +130,7 @@ def test_events_that_pass_late(sim, stream_pool, ahead, queries, milliseconds):
     t = filled(pool, 32, 1)
     sim.late_events(queries, milliseconds)
     for length in (24, 12, 0):
+        sim.kernel(0, t)  # runs behind the event of the last one, over pages that wait for its own
         t.truncate(length)
     t.close()
     pool.wait_idle()

@@ -185,7 +185,7 @@ def test_looking_makes_no_driver_call_and_reads_no_element(pool, monkeypatch):
     fork.close()
 
 
-# -- in a browser
+# -- runs of pages
 
 
 def test_runs_end_at_gaps():

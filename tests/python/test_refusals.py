@@ -671,8 +671,14 @@ def test_defaults_of_torch(host):
         made.close()
 
 
-def test_a_lease_takes_a_list_or_one_by_one(host):
-    k, v = filled(host, 6), filled(host, 6)
-    for given in ((k, v), ([k, v],), ((k, v),), ([k],), (k,)):
+def test_a_lease_takes_a_list_or_one_by_one(pool):
+    k, v = filled(pool, 6), filled(pool, 6)
+    for given, held in (((k, v), 4), (([k, v],), 4), (((k, v),), 4), (([k],), 2), ((k,), 2)):
         with vtensor.lease(*given):
-            pass
+            k.truncate(0)
+            v.truncate(0)
+            assert pool.stats().pages_pinned == held
+        pool.wait_idle()
+        assert pool.stats().pages_pinned == 0
+        k.extend(6)
+        v.extend(6)

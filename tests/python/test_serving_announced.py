@@ -9,7 +9,6 @@ import torch
 
 import vtensor
 from serving_support import HEAD_DIM, HEADS, LAYERS, PAGE, PAGE_TOKENS
-from support import open_pool
 from vtensor import testing
 from vtensor.serving import Request, Scheduler, Status
 
@@ -30,13 +29,13 @@ def iterate(scheduler):
 
 
 @pytest.fixture
-def begun(kind):
+def begun(pool_factory, kind):
     """Makes a scheduler whose first request decodes, over a cache of so many pages. Alone it begins at
     once."""
     with ExitStack() as stack:
 
         def make(pages, prompt, new):
-            pool = stack.enter_context(open_pool(kind, pages, prefetch=None))
+            pool = pool_factory(kind, pages, prefetch=None)
             sizes = (LAYERS, HEADS, HEAD_DIM, 4, MAX_LEN, torch.float32, pool.device)
             options = {"layer_group": LAYERS, "tile": 1, "lookahead": LOOKAHEAD, "pool": pool}
             cache = stack.enter_context(vtensor.KVCache(*sizes, **options))

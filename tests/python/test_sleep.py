@@ -613,7 +613,7 @@ def test_a_killed_process_leaves_nothing(tmp_path, when):
 
 def test_a_collected_pool_leaves_nothing(pool_factory, kind, tmp_path):
     before = descriptors()
-    pool = open_pool("host", 64)
+    pool = open_pool(kind, 64)
     t = filled(pool, 8 * PAGE, 1)
     pool.sleep(contents=tmp_path)
     del t, pool
