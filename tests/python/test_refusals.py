@@ -55,6 +55,7 @@ floats.append(<x.to_sparse() | torch.nested.nested_tensor([x])>) -> not strided
 floats.append(x.requires_grad_()) -> no_grad
 t.<t_() | transpose_(0, 1) | swapaxes_(0, 1) | swapdims_(0, 1) | squeeze_() | unsqueeze_(0)> -> belong to
 t.<as_strided_((1,), (1,)) | set_(x) | resize_(1) | resize_as_(x)> -> belong to vtensor
+setattr(t, 'data', x) -> belong to vtensor
 vtensor.lease(t, <NO_TENSOR | cache>)
 vtensor.lease([t], [t]).__enter__()
 vtensor.lease(torch.ones(2)) -> got a Tensor

@@ -65,7 +65,6 @@ TARGETS = {"tensor": "t, expected", "view": "view, expected.narrow(dim, 3, 6)"}
 # Each must give the right answer.
 RIGHT = {
     "clone": "assert same_bytes(x.clone(), want)",
-    "clone_preserve": "assert torch.equal(x.clone(memory_format=torch.preserve_format), want)",
     # repr of a VTensor is one cheap line (test_repr.py); the elements are for str and print
     "repr": "assert 'tensor' in repr(x).lower() and 'tensor(' in str(x) and f'{x}' == str(x); print(x)",
     "equal": "assert torch.equal(x, want) and not torch.equal(x, want + 1)",
@@ -75,17 +74,13 @@ RIGHT = {
         assert same_bytes(x[..., -1, :], want[..., -1, :]) and same_bytes(x.flip(dim), want.flip(dim))
         assert same_bytes(x[x > 0], want[want > 0])
     """,
-    "iteration": "assert all(same_bytes(a, b) for a, b in zip(x, want)) and len(x) == len(want)",
-    "tolist": "assert x.tolist() == want.tolist()",
     "numpy": """
         a = x.numpy()
         assert np.array_equal(a, want.numpy()) and a.ctypes.data == x.data_ptr()
+        assert np.array_equal(np.asarray(x), want.numpy())
         x = view = None; t.close(); gc.collect()
         assert np.array_equal(a, want.numpy())
         del a
-    """,
-    "asarray": """
-        assert np.array_equal(np.asarray(x), want.numpy()) and np.array_equal(np.array(x), want.numpy())
     """,
     "deepcopy": """
         twin = copy.deepcopy(x)
@@ -112,24 +107,10 @@ RIGHT = {
     "dlpack": """
         alias = torch.from_dlpack(x)
         assert same_bytes(alias, want) and alias.data_ptr() == x.data_ptr()
+        assert np.array_equal(np.from_dlpack(x), want.numpy())
         x = view = None; t.close(); gc.collect()
         assert same_bytes(alias, want)
         del alias
-    """,
-    "numpy_from_dlpack": "assert np.array_equal(np.from_dlpack(x), want.numpy())",
-    "to": "assert same_bytes(x.to(torch.float64), want.to(torch.float64)) and same_bytes(x.cpu(), want)",
-    "contiguous": "assert same_bytes(x.contiguous(), want) and same_bytes(x.reshape(-1), want.reshape(-1))",
-    "view_dtype": "assert same_bytes(x.view(torch.int32), want.view(torch.int32))",
-    "inference_mode_read": """
-        with torch.inference_mode():
-            assert torch.equal(x + 1, want + 1) and same_bytes(x.clone(), want)
-    """,
-    "no_grad_arithmetic": "assert torch.equal((x * 2).sum(), (want * 2).sum())",
-    "autograd_through_it": """
-        w = torch.ones(want.shape[-1], requires_grad=True)
-        (x * w).sum().backward()
-        assert torch.allclose(w.grad, want.reshape(-1, want.shape[-1]).sum(0))
-        w = None
     """,
     "cat_and_out": """
         assert same_bytes(torch.cat([x, want], dim), torch.cat([want, want], dim))
@@ -155,26 +136,10 @@ RIGHT = {
 
 # Each is refused, or done rightly, or noticed by the next operation of ours; never silently wrong.
 REFUSED_OR_NOTICED = {
-    "share_memory_": "x.share_memory_(); assert same_bytes(x, want)",
-    "storage_share_memory_": "x.untyped_storage().share_memory_(); assert same_bytes(x, want)",
-    "resize_smaller": "x.resize_(2); assert x.shape == (2,)",
     "resize_larger": "x.resize_(10_000_000); x[-1] = 1",
     "resize_storage": "x.untyped_storage().resize_(10_000_000)",
     "resize_storage_to_nothing": "x.untyped_storage().resize_(0)",
-    "set_": "x.set_(torch.zeros(3)); assert x.shape == (3,)",
-    "set_nothing": "x.set_(); assert x.numel() == 0",
-    "set_data": "x.data = torch.zeros(3); assert x.shape == (3,)",
-    "swap_data": "x.data = torch.zeros(want.shape); assert not x.any()",
-    "as_strided_": "x.as_strided_((1,), (1,)); assert x.shape == (1,)",
-    "squeeze_": "x.unsqueeze_(0); assert x.shape[0] == 1",
-    "transpose_": "x.transpose_(0, 1)",
     "pin_memory": "assert same_bytes(x.pin_memory(), want)",
-    "module_parameter": "p = torch.nn.Parameter(x, requires_grad=False); assert torch.equal(p, want); del p",
-    "sparse": "assert torch.equal(x.to_sparse().to_dense(), want)",
-    "multiprocessing_pickle": """
-        from multiprocessing.reduction import ForkingPickler
-        back = pickle.loads(ForkingPickler.dumps(x)); assert same_bytes(back, want); del back
-    """,
 }
 
 
@@ -194,11 +159,8 @@ WALKS_STORAGE = {
     "deepcopy",
     "save_load",
     "pickle",
-    "share_memory_",
-    "storage_share_memory_",
     "resize_larger",
     "resize_storage",
-    "multiprocessing_pickle",
 }
 
 
@@ -225,32 +187,21 @@ def test_is_refused_or_noticed(kind, case):
 
 # --- what is noticed --------------------------------------------------------------------------------------
 
-TAKEN_AWAY = {
-    "set_": lambda t: t.set_(torch.zeros(3)),
-    "data": lambda t: setattr(t, "data", torch.zeros(3)),
-    "same_shape_data": lambda t: setattr(t, "data", torch.zeros(t.shape, dtype=t.dtype)),
-    "view_share_memory_": lambda t: t[1:3].share_memory_(),
+# Past what VTensor refuses: by torch's own methods, as C++ code does it.
+BEHIND = {
+    "strides": torch.Tensor.t_,
+    "storage": lambda t: torch.Tensor.set_(t, torch.zeros(3)),
+    "data": lambda t: torch.Tensor.data.__set__(t, torch.zeros(t.shape)),
 }
 
 
-@pytest.mark.exact
-@pytest.mark.parametrize("how", TAKEN_AWAY)
-@pytest.mark.parametrize("then", ["extend", "append", "shrink", "fork", "reallocate", "alias"])
-def test_a_storage_taken_away_is_noticed_at_the_next_operation(host, how, then):
-    t = filled(host, 12, 1, dtype=torch.float32)
-    try:
-        TAKEN_AWAY[how](t)
-    except RuntimeError:
-        assert t.eq(1).all() and t.length == 12  # refused: all as before
+@pytest.mark.parametrize("how", BEHIND)
+def test_what_is_changed_behind_our_back_is_put_back_by_the_next_operation(pool, how):
+    t = vtensor.zeros(4, 4, grow_dim=0, capacity=64, pool=pool)
+    BEHIND[how](t)
+    with pytest.raises(vtensor.VTensorError, match="changed from outside"):
         t.extend(1)
-        return
-    arguments = {"extend": (1,), "append": (torch.zeros(1, 256),), "shrink": (1,), "reallocate": (100,)}.get(
-        then, ()
-    )
-    with pytest.raises(vtensor.VTensorError, match=r"^\[VTensor\..*: "):
-        getattr(t, then)(*arguments)
-    t.close()
-    assert host.stats().pages_used == 0
+    assert t.extend(1).shape == (5, 4) and not t.any()
 
 
 # --- requires_grad and inference mode ---------------------------------------------------------------------
@@ -391,10 +342,3 @@ def test_a_closed_tensor_never_crashes(kind):
         pool.close()
         """
     ).check()
-
-
-def test_strides_changed_behind_our_back_are_noticed(pool):
-    t = vtensor.zeros(4, 4, grow_dim=0, capacity=64, pool=pool)
-    torch.Tensor.t_(t)
-    with pytest.raises(vtensor.VTensorError, match="changed from outside"):
-        t.extend(1)
