@@ -59,34 +59,15 @@ def test_unmapping_goes_in_steps(pool_factory):
     assert len(unmapped) > 1 and max(unmapped) <= 16 << 20
 
 
-def test_unmapping_is_bounded_by_time(sim, stream_pool):
-    """Each call may wait for the device, so a tensor that grows meanwhile waits for one call only."""
+@pytest.mark.parametrize("n", [1, 16])
+def test_unmapping_is_bounded_by_time(sim, stream_pool, n):
+    """Each call may wait for the device, so a tensor that grows meanwhile waits for the call that is under
+    way: not for those of its other rows, nor of other tensors."""
     pool = stream_pool(patience=20, prefetch=PAGE, cache=0)
-    rows = 8
+    rows = 16 // n
 
     def comes_between():
-        t = filled(pool, 8, rows=(rows,))
-        made = sim.calls("cuMemUnmap")
-        sim.slow("cuMemUnmap", 20_000)
-        t.truncate(0)
-        eventually(lambda: sim.calls("cuMemUnmap") > made)
-        t.extend(1)
-        made = sim.calls("cuMemUnmap") - made
-        sim.slow("cuMemUnmap", 0)
-        pool.wait_idle()
-        assert pool.stats().pages_active == rows and pool.stats().pages_pinned == 0
-        t.close()
-        return made < rows
-
-    assert sometimes(comes_between)
-
-
-def test_unmapping_of_many_tensors_is_bounded_by_time(sim, stream_pool):
-    """A tensor that grows meanwhile waits for the call that is under way, not for those of the others."""
-    pool = stream_pool(patience=20, prefetch=PAGE, cache=0)
-
-    def comes_between():
-        tensors = [filled(pool, 8) for _ in range(16)]
+        tensors = [filled(pool, 8, rows=(rows,)) for _ in range(n)]
         stream = sim.stream(held=True)
         for t in tensors:
             t.record_stream(stream)
@@ -98,10 +79,11 @@ def test_unmapping_of_many_tensors_is_bounded_by_time(sim, stream_pool):
         tensors[-1].extend(1)
         made = sim.calls("cuMemUnmap") - made
         sim.slow("cuMemUnmap", 0)
+        pool.wait_idle()
+        assert pool.stats().pages_active == rows and pool.stats().pages_pinned == 0
         for t in tensors:
             t.close()
-        pool.wait_idle()
-        return made < len(tensors)
+        return made < n * rows
 
     assert sometimes(comes_between)
 

@@ -163,24 +163,6 @@ def test_a_batch_that_fails_in_its_middle(stream_pool, emptied, full):
     assert pool.stats().pages_used == 15
 
 
-def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full):
-    """Free pages, then what freed tensors left and what is ahead of others; torch is not asked."""
-    pool = stream_pool(prefetch=AHEAD)
-    filled(pool, 16).close()
-    assert pool.stats().pages_cached == 4
-    other = quarter(pool, 4, capacity=32)
-    other.prepare(24)
-    pool.wait_idle()
-    assert pool.stats().pages_prefetched == 6
-    full(0)
-    t = filled(pool, 40, 7, capacity=40)  # 10 pages: 4 cached and 6 ahead
-    assert t.eq(7).all() and not emptied
-    assert pool.stats().pages_prefetched == 0 and pool.stats().pages_cached == 0
-    with pytest.raises(vtensor.OutOfPages):
-        other.extend(8)
-    assert emptied == [1] and other.length == 4
-
-
 @pytest.mark.parametrize("cached", [False, True], ids=["spare", "cached"])
 @pytest.mark.parametrize(
     "make", [make_cache, lambda pool: vtensor.Arena(PAGE, pool=pool, zeros=True)], ids=["cache", "arena"]
@@ -267,20 +249,29 @@ def test_a_cache_that_waits_to_fit_waits_for_a_growth_under_way(sim, stream_pool
         assert cache.fits(wanted, wait=True)
 
 
-@pytest.mark.parametrize("kind", ["host", "simcuda"])
-def test_the_budget_takes_back_what_is_spare(pool_factory, emptied, kind):
-    """Cached, ahead and waiting pages are within the budget; torch's cache is not."""
-    pool = pool_factory(kind, 12, prefetch=AHEAD, cache=4 * PAGE)
+BOUNDS = [("budget", "host"), ("budget", "simcuda"), ("device", "simcuda"), ("reserve", "simcuda")]
+
+
+@pytest.mark.parametrize(("bound", "kind"), BOUNDS, ids="-".join)
+def test_what_is_spare_comes_first(sim, pool_factory, emptied, full, bound, kind):
+    """What freed tensors left, and what is ahead of others. Then torch is asked, for memory of the device."""
+    options = {"device_reserve": free_memory() - 12 * PAGE} if bound == "reserve" else {}
+    pages = 12 if bound == "budget" else 64
+    pool = pool_factory(kind, pages, prefetch=AHEAD, cache=4 * PAGE, **options)
     filled(pool, 16).close()
     other = quarter(pool, 4, capacity=32)
     other.prepare(24)
     pool.wait_idle()
     assert (pool.stats().pages_cached, pool.stats().pages_prefetched) == (4, 6)
-    t = filled(pool, 44, 7, capacity=44)
-    assert t.eq(7).all() and pool.stats().pages_used == 12
-    with pytest.raises(vtensor.OutOfPages, match=r"\[VTensor.extend\] need 1 pages.* has 0 of 12 free"):
+    if bound == "device":
+        full(1)
+    t = filled(pool, 44, 7, capacity=44)  # 11 pages
+    assert t.eq(7).all() and pool.stats().pages_used == 12 and not emptied
+    assert pool.stats().pages_prefetched == pool.stats().pages_cached == 0
+    words = {"budget": "need 1 pages.* has 0 of 12 free", "reserve": "need 1 pages.*the pool leaves"}
+    with pytest.raises(vtensor.OutOfPages, match=rf"\[VTensor.extend\] {words.get(bound, 'need a page of')}"):
         other.extend(1)
-    assert not emptied and other.length == 4
+    assert emptied == ([] if bound == "budget" else [1]) and other.length == 4
     testing.check_invariants(pool)
     t.truncate(20)
     other.extend(4)
@@ -359,17 +350,6 @@ def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
     cache.close()
 
 
-def test_a_reserve_takes_what_is_spare(sim, stream_pool, emptied):
-    """It first takes what freed tensors left, and what is ahead of others."""
-    pool = stream_pool(device_reserve=free_memory() - 8 * PAGE, prefetch=AHEAD)
-    filled(pool, 16).close()
-    other = quarter(pool, 4, capacity=32)
-    other.prepare(12)
-    pool.wait_idle()
-    t = filled(pool, 28, 7, capacity=28)
-    assert not emptied and t.eq(7).all()
-
-
 def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied, full):
     """Where there is none it stops quietly: looking ahead is no reason to ask or to raise."""
     pool = stream_pool(prefetch=AHEAD, cache=0)
@@ -414,29 +394,6 @@ def is_no_memory(error: Exception) -> bool:
     return not isinstance(error, TypeError) or "incompatible function arguments" in str(error)
 
 
-def test_a_tensor_that_python_has_no_memory_for_leaves_no_trace(pool_factory):
-    allocator = pytest.importorskip("_testcapi")
-    pool = pool_factory("host")
-    sizes = [0, *[2] * 24]  # more than Python keeps tuples of
-    arguments = (pool._core, sizes, 0, 10, torch.uint8, torch.device("cpu"), 1, False, False)
-    refused = 0
-    for allocation in range(100):
-        core = None
-        allocator.set_nomemory(allocation, allocation + 1)
-        try:
-            core = TensorCore(*arguments)
-        except (MemoryError, TypeError) as error:
-            allocator.remove_mem_hooks()
-            assert is_no_memory(error)
-            refused += 1
-        finally:
-            allocator.remove_mem_hooks()
-        assert pool.stats().tensors == (core is not None)
-        del core
-        testing.check_invariants(pool)
-    assert refused != 0
-
-
 class Refusing(torch.Tensor):
     """Torch's copy of it is interrupted."""
 
@@ -447,8 +404,10 @@ class Refusing(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+MADE = ([0, *[2] * 24], 0, 10, torch.uint8, torch.device("cpu"), 1, False, False)
 # Of two tensors, and what is appended. The last three hand a buffer over, or move to other addresses.
 OPERATIONS = {
+    "make": lambda t, _, __: TensorCore(t.pool._core, *MADE),
     "extend": lambda t, _, __: TensorCore.extend(t._core, t, 40),
     "shrink": lambda t, _, __: TensorCore.shrink(t._core, t, 1, True),
     "truncate": lambda t, _, __: TensorCore.truncate(t._core, t, 1),

@@ -12,7 +12,7 @@ import torch
 
 import vtensor
 from kv_support import MAX_BATCH, MAX_LEN, UNIT, make_cache
-from support import PER_PAGE, filled, quarter, run_together
+from support import filled, quarter, run_together
 from vtensor import testing
 
 THREADS = 6
@@ -154,30 +154,6 @@ def test_pool_close_beside_everything(pool_factory, kind):
         gc.collect()
         stats = pool.stats()
         assert pool.closed and (stats.pages_used, stats.tensors) == (0, 0)
-
-
-@pytest.mark.exact
-def test_budget_is_kept_by_threads_that_compete(pool_factory, kind):
-    pool = pool_factory(kind, pages=20)
-    refused = []
-
-    def work(number):
-        def body():
-            for _ in range(60):
-                try:
-                    t = filled(pool, 5 * PER_PAGE, number)
-                    t.extend(2 * PER_PAGE)
-                    assert t[: 5 * PER_PAGE].eq(number).all() and not t[5 * PER_PAGE :].any()
-                except vtensor.OutOfPages:
-                    refused.append(number)
-
-        return body
-
-    run_together(*(work(i + 1) for i in range(THREADS)))
-    gc.collect()
-    stats = pool.stats()
-    assert stats.pages_used == 0 and stats.pages_free == 20
-    assert len(refused) < THREADS * 60
 
 
 def test_a_finalizer_of_the_tensor_inside_its_own_operation(pool):
