@@ -25,11 +25,17 @@ from vtensor import testing
 @pytest.mark.parametrize("ahead", [0, 8 * PAGE], ids=["caller", "worker"])
 @pytest.mark.parametrize("name", TABLE)
 def test_one_refused_call(pool_factory, kind, name, ahead):
-    """With the n-th call refused, of either thread: an error and nothing changed, or done all the same."""
+    refuse_each(pool_factory, kind, name, ahead)
+
+
+def refuse_each(pool_factory, kind, name, ahead, **options):
+    """With the n-th call refused, of either thread: an error and nothing changed, or done all the same.
+    Returns the calls that were refused."""
     make, run = TABLE[name]
+    calls = set()
     step = 1 if make is Tensors and not ahead else every(3 if ahead and kind == "simcuda" else 1)
     for n in (*range(0, 60, step), *range(60, 5000, 13 * step)):
-        pool = pool_factory(kind, pages=make.PAGES, prefetch=ahead)
+        pool = pool_factory(kind, pages=make.PAGES, prefetch=ahead, **options)
         scene = make(pool)
         scene.exact = not ahead
         before, error = scene.state(), None
@@ -59,7 +65,8 @@ def test_one_refused_call(pool_factory, kind, name, ahead):
         pool.close()
         assert pool.stats().pages_used == 0
         if not refused:
-            return
+            return calls
+        calls |= refused.calls.keys()
     raise AssertionError("more than 5000 driver calls")
 
 

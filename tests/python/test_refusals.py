@@ -554,7 +554,8 @@ def test_host_memory_that_is_refused_while_falling_asleep(host, monkeypatch, kin
     t = vtensor.empty(3, grow_dim=0, capacity=64, pool=host).fill_(3)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", refuse)
-        with pytest.raises(vtensor.OutOfPages, match=r"\[Pool.sleep\] need .* host memory.*you tried"):
+        words = r"\[Pool.sleep\] need .* host memory.*you tried.*keep the contents in a folder"
+        with pytest.raises(vtensor.OutOfPages, match=words):
             host.sleep(contents="host")
     assert t.eq(3).all() and host.stats().nbytes_asleep == 0
 

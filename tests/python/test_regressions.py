@@ -18,7 +18,6 @@ from support import received, run_snippet
 from vtensor import plot, testing, together
 from vtensor.pool import open_pools
 from vtensor.replay import read_trace
-from vtensor.serving import Request
 
 PAGE = 1024  # float32 in 4 KiB
 
@@ -378,13 +377,6 @@ def test_one_tensor_as_k_and_v_grows_once(small):
     new = torch.randn(1, 1, 2, 4)
     out = flash_attn_with_kvcache(new, t, t, new, new, cache_seqlens=3, causal=True, backend="torch")
     assert t.length == 4 and torch.equal(t[:, 3:], new) and out.shape == new.shape
-
-
-def test_a_prompt_in_a_buffer_is_copied():
-    buffer = bytearray([1, 2, 3])
-    request = Request("a", memoryview(buffer), 4)
-    buffer[0] = 9
-    assert request.prompt == (1, 2, 3)
 
 
 def test_pools_are_looked_through_where_the_stack_is_full(monkeypatch):

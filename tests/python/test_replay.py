@@ -297,12 +297,13 @@ def test_the_command_writes_json(tmp_path):
     latencies = tmp_path / "latencies.json"
     latencies.write_text('{"mmap": 10}')
     ran = run_command(
-        "replay", few_rows(tmp_path), "--policy", "paged", "--policy", "static", "--json", "--limit", 5,
-        "--latencies", latencies, "--memory", "1GiB", "--slo-ttft", 1e-3,
+        "replay", few_rows(tmp_path), "--policy", "paged", "--policy", "static", "--policy", "layerkv",
+        "--slower", 0.2, "--json", "--limit", 5, "--latencies", latencies,
+        "--memory", "1GiB", "--slo-ttft", 1e-3,
     ).check()  # fmt: skip
     told = json.loads(ran.out)
-    assert [result["policy"] for result in told["results"]] == ["paged", "static"]
-    assert told["results"][0]["finished"] == told["settings"]["requests"] == 5
+    assert [result["policy"] for result in told["results"]] == ["paged", "static", "layerkv"]
+    assert all(result["finished"] == 5 for result in told["results"]) and told["settings"]["requests"] == 5
     assert told["settings"]["scaled_down_by"] == 512 and told["settings"]["memory"] == "1GiB"
     assert not {"samples", "delays", "ttfts", "tpots"} & set(told["results"][0])
     assert told["settings"]["slo_tpot"] == 0.2 and told["settings"]["copy_bandwidth"] == 25e9
@@ -332,6 +333,7 @@ def test_the_command_writes_json(tmp_path):
         (["--max-batch", 10**9], "--max-batch 1000000000: it must be at most 65,536"),
         (["--max-len", 1], "--max-len 1: the shortest request of the trace has "),
         (["--lookahead", -1], "--lookahead -1: it must be at least 0"),
+        (["--policy", "layerkv", "--slower", -1], "slower"),
         (["--lookahead", 10**6], "lookahead is 1000000"),
     ],
     ids=lambda given: " ".join(map(str, given))[:40] if isinstance(given, list) else "",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vtensor.__main__ import main
 from vtensor.replay import Row, Server, ServiceModel, model_shape, open_cache, replay
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -107,19 +105,3 @@ def test_more_load_and_longer_requests_need_more():
     assert replace(point, load=0.8).needs() > point.needs()
     assert replace(point, answer=512).needs() > point.needs()
     assert replace(point, prompt=2048).most < point.most
-
-
-def test_the_command_line(tmp_path, capsys):
-    trace = tmp_path / "trace.csv"
-    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
-    lines += [
-        f"2023-11-16 18:15:{i:02}.0,{row.prompt_tokens},{row.output_tokens}" for i, row in enumerate(ROWS)
-    ]
-    trace.write_text("\n".join(lines))
-    sizes = ["--model", "8x2x64", "--memory", "8MiB", "--page-size", "64KiB"]
-    arguments = ["replay", str(trace), *sizes, "--json", "--policy", "layerkv"]
-    assert main([*arguments, "--slower", "0.2"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
-    assert [result["policy"] for result in results] == ["layerkv"] and results[0]["finished"] == len(ROWS)
-    assert main([*arguments, "--slower", "-1"]) == 2
-    assert "slower" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vtensor
-from support import filled, quarter, run_snippet
+from support import filled, quarter
 
 
 def test_one_line_says_what_it_is(pool):
@@ -54,20 +54,6 @@ def test_no_element_is_read_and_no_driver_called(pool, monkeypatch, look):
         look(t), look(fork)
     assert recording.events() == []
     monkeypatch.undo()
-
-
-def test_pages_that_cannot_be_read_are_not():
-    run_snippet(
-        """
-        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, prefetch=0)
-        t = filled(pool, 8)
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.mprotect(ctypes.c_void_p(t.address), ctypes.c_size_t(8192), 0) == 0  # PROT_NONE
-        assert "8 of 64" in repr(t) and "8 KiB mapped" in repr(t)
-        assert libc.mprotect(ctypes.c_void_p(t.address), ctypes.c_size_t(8192), 3) == 0
-        assert "tensor(" in str(t)
-        """
-    ).check()
 
 
 def test_modes_of_torch_do_not_meet_it(pool):

@@ -13,7 +13,7 @@ from vtensor.serving import Engine, Request, Scheduler
 
 
 def test_what_is_made_stays_as_it_was_checked():
-    tokens, stop = [1, 2, 3], {4}
+    tokens, stop, buffer = [1, 2, 3], {4}, bytearray(b"\5\6")
     request = Request("a", tokens, 2, stop=stop)
     tokens.append(2**63)
     stop.add("x")
@@ -24,9 +24,12 @@ def test_what_is_made_stays_as_it_was_checked():
         array("i", [5, 6]),
         b"\5\6",
         range(5, 7),
+        memoryview(buffer),
     ):
         made = Request("b", prompt, torch.tensor(2), samples=True)
         assert list(made.prompt) == [5, 6] and type(made.max_new_tokens) is int
+    buffer[0] = 9
+    assert list(made.prompt) == [5, 6]
     (length,) = torch.tensor([5]).numpy()
     counted = Request("c", length, 2)
     assert type(counted.prompt) is int and counted.prompt_tokens == 5

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -25,7 +24,10 @@ import torch
 
 import vtensor
 from kv_support import grown, lengths_with, make_cache
+from reader_process import CONTEXT
+from scenes import Tensors
 from support import SOAK, check_sums, eventually, leave_spare, open_pool, sometimes
+from test_failing_calls import refuse_each
 from vtensor import _core, testing
 from vtensor.cli import top
 
@@ -33,8 +35,6 @@ PAGE = 4096
 WHOLE = 64  # pages of the budget, unless a test says otherwise
 
 _names = itertools.count()
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch"])
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ class Other:
     """A process with a pool of the budget, that does what it is told."""
 
     def __init__(self, kind, name, whole=WHOLE, **options):
-        self._connection, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, kind, name, whole, options))
+        self._connection, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve, args=(theirs, kind, name, whole, options))
         self.process.start()
         theirs.close()
         assert self._connection.recv() == "open"
@@ -363,33 +363,11 @@ def test_who_is_stopped_is_waited_for_with_a_bound(name):
         assert len(t) == 10
 
 
-def test_every_refused_call_is_undone(kind, name):
+def test_every_refused_call_is_undone(pool_factory, kind, name):
     """I8, with the calls of the shared budget among them."""
-    with budgeted(name, kind=kind) as pool:
-        refused = set()
-        for n in range(100):
-            t = pages(pool, 3)
-            before = held(pool)
-            pool._core.fail_after(n, 1)
-            try:
-                t.extend(5)
-                done = True
-            except vtensor.VTensorError:
-                done = False
-            finally:
-                pool._core.disarm()
-                refused |= pool._core.refused_calls().keys()
-            pool._core.check_invariants()
-            assert len(t) == (8 if done else 3)
-            if not done:
-                pool.trim()
-                assert held(pool)[0] <= before[0]
-            t.close()
-            pool.trim()
-            pool.wait_idle()
-            if not pool._core.refused_calls():
-                break
-        assert "fcntl" in refused and held(pool) == (0, 0)
+    with budgeted(name, Tensors.PAGES, kind=kind) as pool:
+        assert "fcntl" in refuse_each(pool_factory, kind, "extend_shared", 0, shared_budget=name)
+        assert held(pool) == (0, 0)
 
 
 def test_private_copies_count_and_may_pass_the_budget(name, capsys):

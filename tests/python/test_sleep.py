@@ -584,23 +584,6 @@ assert t.eq(1).all()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_host_memory_that_cannot_be_had():
-    done = run(
-        """
-size = int(open("/proc/self/statm").read().split()[0]) * 4096
-resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20),) * 2)
-try:
-    pool.sleep(contents="host")
-except vtensor.OutOfPages as error:
-    print(error)
-assert t.eq(1).all()
-"""
-    )
-    done.check()
-    assert "[Pool.sleep] need 16777216 bytes of host memory" in done.out
-    assert "keep the contents in a folder" in done.out
-
-
 @pytest.mark.parametrize("when", ["asleep", "while it copies"])
 def test_a_killed_process_leaves_nothing(tmp_path, when):
     program = "pool.sleep(contents=folder)\nos.kill(os.getpid(), 9)"
