@@ -3,8 +3,6 @@ keeps the rules of the real one (tests/simcuda), with host memory. No figure fro
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 
 import vtensor
@@ -23,7 +21,6 @@ from support import (
     quarter,
     run_snippet,
     same_bytes,
-    simcuda_control,
     simcuda_disarm,
     simcuda_library,
 )
@@ -60,19 +57,6 @@ def test_kept_memory_is_not_created_again(simcuda):
     before = calls(simcuda)
     simcuda.trim()
     assert calls_since(simcuda, before)["cuMemRelease"] == 4
-
-
-def test_stats_count_what_the_library_was_called_for(pool_factory):
-    control = simcuda_control()
-    control.simcuda_calls.restype = ctypes.c_uint64
-    names = ("cuMemMap", "cuMemSetAccess", "cuMemCreate")
-    totals = {name: control.simcuda_calls(name.encode()) for name in names}
-    pool = pool_factory("simcuda")
-    t = tensor(pool, 9, rows=(2,))
-    t.fork().close()
-    t.close()
-    for name, before in totals.items():
-        assert control.simcuda_calls(name.encode()) - before == calls(pool)[name]
 
 
 # -- shared pages
@@ -125,18 +109,6 @@ def test_the_leak_report_sees_a_leak():
 
 
 # -- refused calls
-
-
-def test_pages_whose_making_was_refused_leave_their_room_in_the_budget(sim, stream_pool):
-    """I5"""
-    pool = stream_pool(pages=8)
-    with quarter(pool, 0, capacity=64) as t:
-        for _ in range(3):
-            sim.fail("cuMemCreate")
-            with pytest.raises(vtensor.DriverError, match="cuMemCreate"):
-                t.extend(16)
-        t.extend(32)
-        assert pool.stats().pages_used == 8
 
 
 def test_pages_that_came_and_cannot_go_are_used_for_nothing(sim, simcuda):
