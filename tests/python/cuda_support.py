@@ -55,7 +55,6 @@ READ, READ_WRITE = 1, 3  # CUmemAccess_flags
 def device(**settings: int):
     """The simulated device with other settings, for as long as it lasts."""
     control = simcuda_control()
-    control.simcuda_configure.argtypes = (ctypes.c_char_p, ctypes.c_uint64)
     usual = {
         "memory": 4 << 30,
         "devices": 1,
@@ -78,17 +77,13 @@ def device(**settings: int):
 
 def mapping_at(address: int) -> tuple[int, int]:
     """(handle, access) of what the driver has mapped there; handle 0 where nothing is."""
-    look = simcuda_control().simcuda_mapping_at
-    look.argtypes, look.restype = (ctypes.c_uint64, ctypes.POINTER(ctypes.c_int)), ctypes.c_uint64
     access = ctypes.c_int()
-    return look(address, access), access.value
+    return simcuda_control().simcuda_mapping_at(address, access), access.value
 
 
 def free_memory() -> int:
     """Bytes of the simulated device that no allocation takes."""
-    look = simcuda_control().simcuda_free_memory
-    look.argtypes, look.restype = (ctypes.c_int,), ctypes.c_uint64
-    return look(0)
+    return simcuda_control().simcuda_free_memory(0)
 
 
 class TorchOnTheDevice(TorchDispatchMode):
@@ -127,9 +122,7 @@ class TorchOnTheDevice(TorchDispatchMode):
 
 def take_memory(nbytes: int) -> int:
     """Others take so many bytes of the device, or give them back, below 0. A CUresult."""
-    take = simcuda_control().simcuda_take_memory
-    take.argtypes, take.restype = (ctypes.c_int, ctypes.c_int64), ctypes.c_int
-    return take(0, nbytes)
+    return simcuda_control().simcuda_take_memory(0, nbytes)
 
 
 def values(length: int, rows: tuple[int, ...] = ()) -> torch.Tensor:

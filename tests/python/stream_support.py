@@ -8,46 +8,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from support import simcuda_control
+from support import SIGNATURES, simcuda_control
 
 NEVER = 2**64 - 1
 ALL_STREAMS = 2**64 - 1
 CAPTURE_RELAXED = 2
 
-_u64, _int, _double = ctypes.c_uint64, ctypes.c_int, ctypes.c_double
-_SIGNATURES = {
-    "simcuda_hold": ([_u64], _int),
-    "simcuda_release": ([_u64], _int),
-    "simcuda_late_events": ([_u64, _double], None),
-    "simcuda_unseen_events": ([_u64], None),
-    "simcuda_launch": ([_u64, _u64, _u64, _int], _int),
-    "simcuda_occupy": ([_u64, _double], _int),
-    "simcuda_take_memory": ([_int, ctypes.c_int64], _int),
-    "simcuda_free_memory": ([_int], _u64),
-    "simcuda_make_context": ([_int], _u64),
-    "simcuda_make_stream": ([_int], _u64),
-    "simcuda_destroy_stream": ([_u64], _int),
-    "simcuda_pending": ([_u64], _u64),
-    "simcuda_run": ([], None),
-    "simcuda_illegal_accesses": ([], _u64),
-    "simcuda_calls": ([ctypes.c_char_p], _u64),
-    "simcuda_fail": ([ctypes.c_char_p, _u64, _u64, _int], _int),
-    "simcuda_set_latency": ([ctypes.c_char_p, _double], _int),
-    "simcuda_hold_calls": ([ctypes.c_char_p, _int], _int),
-    "simcuda_reset": ([], None),
-    "simcuda_configure": ([ctypes.c_char_p, _u64], _int),
-    "cuStreamBeginCapture_v2": ([_u64, _int], _int),
-    "cuStreamEndCapture": ([_u64, ctypes.POINTER(_u64)], _int),
-    "cuGraphInstantiateWithFlags": ([ctypes.POINTER(_u64), _u64, _u64], _int),
-    "cuGraphLaunch": ([_u64, _u64], _int),
-    "cuGraphDestroy": ([_u64], _int),
-    "cuGraphExecDestroy": ([_u64], _int),
-    "cuDeviceGet": ([ctypes.POINTER(_int), _int], _int),
-    "cuDevicePrimaryCtxRetain": ([ctypes.POINTER(_u64), _int], _int),
-    "cuDevicePrimaryCtxRelease_v2": ([_int], _int),
-    "cuCtxGetCurrent": ([ctypes.POINTER(_u64)], _int),
-    "cuCtxSetCurrent": ([_u64], _int),
-}
+_u64 = ctypes.c_uint64
 
 
 class SimulatedDevice:
@@ -55,11 +22,7 @@ class SimulatedDevice:
 
     def __init__(self) -> None:
         library = simcuda_control()
-        self._call: dict[str, Callable] = {}
-        for name, (arguments, result) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, result
-            self._call[name] = function
+        self._call: dict[str, Callable] = {name: getattr(library, name) for name in SIGNATURES}
         self._illegal_before = self.illegal_accesses()
         self._streams: list[int] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -342,11 +343,6 @@ def _run(
         return Finished(answer["code"], out.read(), err.read())
 
 
-def simcuda_control() -> ctypes.CDLL:
-    """The control interface of the simulated libcuda (tests/simcuda/simcuda.h), in this process."""
-    return ctypes.CDLL(str(simcuda_library()))
-
-
 class SimcudaLeaks(ctypes.Structure):
     """What the simulated driver was not given back."""
 
@@ -362,10 +358,57 @@ class SimcudaLeaks(ctypes.Structure):
         return ", ".join(f"{getattr(self, name)} {name}" for name, _ in self._fields_)
 
 
+_u64, _int, _double = ctypes.c_uint64, ctypes.c_int, ctypes.c_double
+SIGNATURES = {
+    "simcuda_hold": ([_u64], _int),
+    "simcuda_release": ([_u64], _int),
+    "simcuda_late_events": ([_u64, _double], None),
+    "simcuda_unseen_events": ([_u64], None),
+    "simcuda_launch": ([_u64, _u64, _u64, _int], _int),
+    "simcuda_occupy": ([_u64, _double], _int),
+    "simcuda_take_memory": ([_int, ctypes.c_int64], _int),
+    "simcuda_free_memory": ([_int], _u64),
+    "simcuda_make_context": ([_int], _u64),
+    "simcuda_make_stream": ([_int], _u64),
+    "simcuda_destroy_stream": ([_u64], _int),
+    "simcuda_pending": ([_u64], _u64),
+    "simcuda_run": ([], None),
+    "simcuda_illegal_accesses": ([], _u64),
+    "simcuda_calls": ([ctypes.c_char_p], _u64),
+    "simcuda_fail": ([ctypes.c_char_p, _u64, _u64, _int], _int),
+    "simcuda_set_latency": ([ctypes.c_char_p, _double], _int),
+    "simcuda_hold_calls": ([ctypes.c_char_p, _int], _int),
+    "simcuda_reset": ([], None),
+    "simcuda_configure": ([ctypes.c_char_p, _u64], _int),
+    "cuStreamBeginCapture_v2": ([_u64, _int], _int),
+    "cuStreamEndCapture": ([_u64, ctypes.POINTER(_u64)], _int),
+    "cuGraphInstantiateWithFlags": ([ctypes.POINTER(_u64), _u64, _u64], _int),
+    "cuGraphLaunch": ([_u64, _u64], _int),
+    "cuGraphDestroy": ([_u64], _int),
+    "cuGraphExecDestroy": ([_u64], _int),
+    "cuDeviceGet": ([ctypes.POINTER(_int), _int], _int),
+    "cuDevicePrimaryCtxRetain": ([ctypes.POINTER(_u64), _int], _int),
+    "cuDevicePrimaryCtxRelease_v2": ([_int], _int),
+    "cuCtxGetCurrent": ([ctypes.POINTER(_u64)], _int),
+    "cuCtxSetCurrent": ([_u64], _int),
+    "simcuda_disarm": ([], _u64),
+    "simcuda_leaks": ([], SimcudaLeaks),
+    "simcuda_mapping_at": ([_u64, ctypes.POINTER(_int)], _u64),
+}
+
+
+@functools.cache
+def simcuda_control() -> ctypes.CDLL:
+    """The control interface of the simulated libcuda (tests/simcuda/simcuda.h), in this process."""
+    library = ctypes.CDLL(str(simcuda_library()))
+    for name, (arguments, result) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library
+
+
 def simcuda_leaks() -> SimcudaLeaks:
-    leaks = simcuda_control().simcuda_leaks
-    leaks.restype = SimcudaLeaks
-    return leaks()
+    return simcuda_control().simcuda_leaks()
 
 
 def received(what: Any) -> Any:
@@ -380,9 +423,7 @@ def simcuda_disarm() -> int:
     """Forgets the refusals that were asked of the simulated libcuda; how many were still to come."""
     if simcuda_library() is None:
         return 0
-    disarm = simcuda_control().simcuda_disarm
-    disarm.restype = ctypes.c_uint64
-    return disarm()
+    return simcuda_control().simcuda_disarm()
 
 
 def open_pool(kind: str, pages: int = 64, page_size: int = 4096, **kw):
@@ -399,9 +440,7 @@ def open_pool(kind: str, pages: int = 64, page_size: int = 4096, **kw):
 
     if kind == "host":
         return vtensor.Pool("cpu", page_size=page_size, budget=pages * page_size, **kw)
-    control = simcuda_control()
-    control.simcuda_configure.argtypes = (ctypes.c_char_p, ctypes.c_uint64)
-    assert control.simcuda_configure(b"granularity", 4096) == 0
+    assert simcuda_control().simcuda_configure(b"granularity", 4096) == 0
     library = str(simcuda_library())
     return testing.simulated_cuda_pool(library, page_size=page_size, budget=pages * page_size, **kw)
 

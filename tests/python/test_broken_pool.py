@@ -4,7 +4,6 @@ was mapped stays readable and counted, other pools go on, and the pool's end giv
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import time
@@ -57,9 +56,7 @@ def breaks(pool, tensors):
 
 @contextlib.contextmanager
 def no_more_maps(skip):
-    fail = simcuda_control().simcuda_fail
-    fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
-    assert fail(b"cuMemMap", skip, 1_000_000, 999) == 0
+    assert simcuda_control().simcuda_fail(b"cuMemMap", skip, 1_000_000, 999) == 0
     yield
     simcuda_disarm()
 
