@@ -15,11 +15,9 @@ from . import measure
 from .model import TEXT, make_llama, read_tokens
 from .report import notes, save_picture, table
 
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
-
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo. Returns the exit status: 0, 1 if the caches disagree, or 130 after Ctrl-C."""
+    """Runs the demo. Returns the exit status: 0, or 1 if the caches disagree."""
     parser = argparse.ArgumentParser(
         prog="python -m vtensor demo", description="A real text, read and continued with each cache."
     )
@@ -32,11 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="where to save it (%(default)s)",
     )
     options = parser.parse_args(arguments)
-    try:
-        return _run(options)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return INTERRUPTED
+    return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,34 +76,6 @@ def test_a_picture_that_cannot_be_written(monkeypatch) -> None:
     runs, rows = [SimpleNamespace(name=measure.OURS)], [{"kv_needed": 1}]
     with pytest.raises(vtensor.VTensorError, match=r"^\[demo\] no picture \(.*\): name another file"):
         report.save_picture(Path("/proc/pages.png"), runs, rows, measure.QUICK)
-
-
-@pytest.mark.slow
-@pytest.mark.seconds(100)
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command("demo"),
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        # A shell that runs the tests in the background may have SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        assert process.stderr is not None
-        seen = b""
-        while b"reading" not in seen:
-            seen += process.stderr.read1()
-            assert process.poll() is None, seen
-        time.sleep(0.5)  # into the first forward call
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert rest.decode().rstrip().endswith("stopped") and "Traceback" not in rest.decode()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_full_demo_reads_8000_tokens_of_a_real_text() -> None:
