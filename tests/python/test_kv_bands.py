@@ -58,22 +58,6 @@ class Apart:
     away: set[int] = field(default_factory=set)
 
 
-def test_whole_slots_have_bands_of_one_length(pool):
-    with banded(pool) as cache:
-        slot = cache.alloc()
-        assert to(cache, slot, 5, bands=[0, 1])
-        whole = (
-            lambda: cache.fork(slot),
-            lambda: cache.publish(slot, [1]),
-            lambda: cache.swap_out(slot),
-            lambda: cache.reorder([slot], [slot]),
-        )
-        for call in whole:
-            with pytest.raises(vtensor.InvalidArgument, match="bands of different lengths"):
-                call()
-        assert to(cache, slot, 5, bands=None) and len(cache.fork(slot)) == 1
-
-
 some_bands = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
 
 
@@ -349,7 +333,7 @@ def test_attention_over_a_band(cache):
         attend(q, *keys(3, 20))
 
 
-# --- interruptions ----------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

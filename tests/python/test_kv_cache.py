@@ -134,15 +134,6 @@ def test_a_fork_takes_the_slot_that_keeps_the_least(cache):
     assert kept - cache.stats().pages_cached == RANGES
 
 
-def test_writes_through_views_stay_with_their_slot(host_cache):  # I6
-    cache = host_cache
-    parent = filled(cache, 40)
-    (fork,) = cache.fork(parent)
-    write(cache, fork, 3, [77])
-    check_contents(cache, parent, range(40))
-    check_contents(cache, fork, [*range(3), 77, *range(4, 40)])
-
-
 @pytest.mark.exact
 def test_own_parts_what_is_written(cache):
     parent = filled(cache, 40)

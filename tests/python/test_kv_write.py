@@ -7,7 +7,6 @@ import torch
 
 import vtensor
 from kv_support import SHAPES, UNIT, grown, make_cache
-from support import run_snippet
 from vtensor import testing
 from vtensor.testing import kv_model
 from vtensor.testing.kv_model import check_contents, expected
@@ -25,25 +24,15 @@ def states(cache, layer: int, values) -> dict[str, torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_of_one_slot(pool_factory, kind, shape):
-    """I2: what a plain write to the layers leaves."""
-    with make_cache(pool_factory(kind, 400), shape) as cache:
-        (slot,) = slots_of(cache, 30)
-        for start, stop in ((0, 12), (12, 13), (13, 30)):
-            for layer in range(len(cache)):
-                cache.write(layer, slot, start, **states(cache, layer, range(start, stop)))
-        check_contents(cache, slot, range(30), SHAPES[shape].get("windows"))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 def test_of_many_slots_at_once(pool_factory, kind, shape):
-    """Side by side, as varlen kernels take them, and as a batch."""
+    """I2: side by side, as varlen kernels take them, as a batch, and one slot alone."""
     with make_cache(pool_factory(kind, 400), shape) as cache:
         a, b, c = slots_of(cache, 9, 17, 6)
         contents = {a: list(range(9)), b: list(range(100, 117)), c: list(range(200, 206))}
         for layer in range(len(cache)):
-            ragged = contents[c][:4] + contents[a][:7] + contents[b][:15]
-            cache.write(layer, [c, a, b], (0, 0, 0), **states(cache, layer, ragged), counts=[4, 7, 15])
+            ragged = contents[c][:4] + contents[a][:7] + contents[b][:3]
+            cache.write(layer, [c, a, b], (0, 0, 0), **states(cache, layer, ragged), counts=[4, 7, 3])
+            cache.write(layer, b, 3, **states(cache, layer, contents[b][3:15]))
             batch = states(cache, layer, contents[a][7:] + contents[b][15:] + contents[c][4:])
             two = {name: side if side is None else side.unflatten(0, (3, 2)) for name, side in batch.items()}
             cache.write(layer, torch.tensor([a, b, c]), torch.tensor([7, 15, 4]), **two)
@@ -122,14 +111,3 @@ def test_behind_a_swap_in(pool_factory, kind):
             cache.write(layer, slot, 50, **states(cache, layer, [999]))
         cache.wait(slot)
         check_contents(cache, slot, [*range(50), 999, *range(51, 100)])
-
-
-def test_an_unchecked_write_ends_the_process():
-    """What the page about serving says."""
-    result = run_snippet(
-        """
-        cache = vtensor.KVCache(2, 2, 32, 4, 120, torch.float32, "cpu")
-        cache[0][0][cache.alloc(), :100] = 1
-        """
-    )
-    assert result.code == -11
