@@ -184,19 +184,6 @@ def test_a_prompt_by_torchs_own_mask(pages):
     assert (out - exact(q, k, v, [130] * ROWS)).abs().max() < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.seconds(200)
-def test_tiles_before_the_start_are_not_read(pages):
-    k, v = cache(pages, 300)
-    k[:, :, :128].fill_(float("nan")), v[:, :, :128].fill_(float("nan"))
-    mask = CacheMask(sliding_window, ROWS, 1, CAPACITY).update(300, starts=300 - WINDOW - 1)
-    q = noise(ROWS, HEADS, 1, SIZE)
-    torch._dynamo.reset()
-    out = flex_attention(q, FullExtent(k), FullExtent(v), block_mask=mask)
-    k[:, :, :128].zero_(), v[:, :, :128].zero_()
-    assert (out - exact(q, k, v, [300, 300], sliding_window)).abs().max() < 1e-5
-
-
 @pytest.mark.seconds(200)
 def test_numbers_that_only_the_device_knows_read_nothing_outside(pages, monkeypatch):
     """They are not checked: counts stay between none and all, and tiles inside the extent."""
