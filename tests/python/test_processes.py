@@ -101,8 +101,12 @@ def refused(share, x):
     assert not x.is_shared()
 
 
-@pytest.mark.parametrize("of", OF_A_TENSOR)
-def test_no_view_of_a_tensor_is_shared(pool, strategy, of):
+@pytest.mark.parametrize(
+    ("of", "strategy"),
+    [("view", "file_system"), *((of, "file_descriptor") for of in OF_A_TENSOR)],
+    indirect=["strategy"],
+)
+def test_no_view_of_a_tensor_is_shared(pool, of, strategy):
     t = filled(pool, 12, dtype=torch.float32)
     x = OF_A_TENSOR[of](t)
     for share in WAYS.values():

@@ -306,14 +306,13 @@ def test_a_pool_closed_asleep(pool_factory, kind, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sleep_waits_for_leases_with_a_bound(pool_factory, kind):
-    pool = pool_factory(kind, 16, patience=0.05) if kind == "simcuda" else open_pool("host", 16)
+def test_sleep_waits_for_leases_with_a_bound(pool_factory):
+    pool = pool_factory("simcuda", 16, patience=0.05)
     t = filled(pool, PAGE, 1)
-    if kind == "simcuda":
-        with vtensor.lease(t), pytest.raises(vtensor.TimedOut, match="lease"):
-            pool.sleep(contents="host")
-        assert t.eq(1).all()
-        t.extend(3)
+    with vtensor.lease(t), pytest.raises(vtensor.TimedOut, match="lease"):
+        pool.sleep(contents="host")
+    assert t.eq(1).all()
+    t.extend(3)
     pool.sleep(contents="host")
     pool.wake()
     assert t[:PAGE].eq(1).all()
