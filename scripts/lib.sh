@@ -7,6 +7,8 @@ PYTHON=$VENV/bin/python
 JOBS=${JOBS:-$(nproc)}
 export CMAKE_BUILD_PARALLEL_LEVEL=$JOBS
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Python compiles each module when it is first imported: far fewer than pip would compile.
+export PIP_COMPILE=0
 # The tests start some hundred processes: each would compile vtensor anew, and each of pytest's rewrite all assertions.
 unset PYTHONDONTWRITEBYTECODE
 # cmake, ninja and the checkers come from the environment, not from the system.
