@@ -252,7 +252,8 @@ class CacheCore {
     });
   }
   std::size_t slots_used() {
-    return open_->read([](const SlotCache& cache) { return cache.lengths().count_used(); });
+    return open_->read(
+        [](const SlotCache& cache) { return cache.lengths().count(SlotState::used); });
   }
   std::vector<bool> away(std::size_t slot) {
     return open_->read([&](const SlotCache& cache) {
@@ -292,8 +293,10 @@ class CacheCore {
     constexpr const char* name = "Pool.sleep";
     const SoleOperation operation(mutex_, cache_, name);
     if (cache_->buffers().range(0)->asleep.load() != 0) return;
-    if (discard && cache_->lengths().count_used() != 0)
-      refuse(name, "a cache has ", cache_->lengths().count_used(),
+    const SlotLengths& lengths = cache_->lengths();
+    const std::size_t in_use = lengths.count(SlotState::used) + lengths.count(SlotState::swapped);
+    if (discard && in_use != 0)
+      refuse(name, "a cache has ", in_use,
              " slots in use, whose K and V would be lost: free them, or keep what they hold, with "
              "contents=\"host\" or a folder");
     const std::vector<std::shared_ptr<Client>> clients = without_gil([&] {

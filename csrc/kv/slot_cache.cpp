@@ -87,18 +87,17 @@ SlotCacheCounts SlotCache::counts() {
     counts.shared += buffer->range().add_pages(seen);
   }
   for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot) {
-    const SlotState state = lengths_->state(slot);
-    counts.free += state == SlotState::free;
-    counts.used += state == SlotState::used;
-    counts.swapped += state == SlotState::swapped;
-    counts.tokens += lengths_->length(slot);
-    if (state != SlotState::used) continue;
+    counts.tokens += static_cast<std::size_t>(lengths_->all()[slot]);
+    if (lengths_->state(slot) != SlotState::used) continue;
     for (std::size_t group = 0; group < buffers_.groups(); ++group) {
       const RowGroup& rows = buffers_.group(group);
       counts.live_bytes += rows.rows * rows.item_bytes *
                            sub_sat(lengths_->here(slot, rows.band), buffers_.begins(slot)[group]);
     }
   }
+  counts.free = lengths_->count(SlotState::free);
+  counts.used = lengths_->count(SlotState::used);
+  counts.swapped = lengths_->count(SlotState::swapped);
   counts.distinct = seen.size();
   counts.swapped_bytes = swaps_.bytes();
   counts.prefix_units = prefixes_.size();

@@ -24,9 +24,8 @@ std::size_t SlotLengths::length(std::size_t slot) const {
                                              : static_cast<std::size_t>(lengths_[slot]);
 }
 
-std::size_t SlotLengths::count_used() const {
-  const auto free = std::count(states_.begin(), states_.end(), SlotState::free);
-  return states_.size() - static_cast<std::size_t>(free);
+std::size_t SlotLengths::count(SlotState state) const {
+  return static_cast<std::size_t>(std::count(states_.begin(), states_.end(), state));
 }
 
 bool SlotLengths::find_due(std::span<const std::int64_t> lengths,

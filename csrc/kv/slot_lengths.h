@@ -32,8 +32,8 @@ class SlotLengths {
   // For each slot: its length, the shortest band's if its bands differ; 0 if it is free or swapped.
   std::span<const std::int64_t> all() const { return lengths_; }
   SlotState state(std::size_t slot) const { return states_[slot]; }
-  // Slots that are used or swapped.
-  std::size_t count_used() const;
+  // Slots in a state.
+  std::size_t count(SlotState state) const;
   // The length of a slot, also of a swapped one.
   std::size_t length(std::size_t slot) const;
   // The length of one band of a slot.

@@ -250,7 +250,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
     pool->reap();
     const MakeRoom::Given given = MakeRoom(*pool).give_to_others(lock);
     if (given == MakeRoom::Given::some) {
-      pool->wait_changed(lock, steady_clock::now());  // others first
+      const Unlocked others_first(lock);
       continue;
     }
     Step step(*pool, lock);
@@ -261,7 +261,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
     }
     next = pool->maintain(lock);
     if (next <= steady_clock::now()) {
-      pool->wait_changed(lock, steady_clock::now());  // others first
+      const Unlocked others_first(lock);
       continue;
     }
     if (step.refused() && !pool->retired())

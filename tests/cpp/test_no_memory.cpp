@@ -102,8 +102,7 @@ void check_slots(SlotCache& cache) {
       CHECK(intersection(needed, cache.buffers().at(slot, group).positions()) == needed);
     }
   }
-  const std::size_t slots = cache.buffers().shape().slots;
-  for (std::size_t used = cache.lengths().count_used(); used < slots; ++used)
+  for (std::size_t free = cache.lengths().count(SlotState::free); free != 0; --free)
     CHECK_NOTHROW(cache.alloc(kCaller, 0));
 }
 

@@ -142,6 +142,7 @@ def test_a_cache_shows_its_slots(pool_factory):
     assert "45 tokens in 3 of 6 slots" in words(html)
     cache.swap_out(1)
     assert "40 tokens in 2 of 6 slots" in words(cache._repr_html_())
+    assert "2 of 6 slots in use" in repr(cache)
     cache.close()
     assert words(cache._repr_html_()).startswith("vtensor.KVCache, closed")
 
