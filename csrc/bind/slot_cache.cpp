@@ -179,13 +179,13 @@ class CacheCore {
       return;
     }
     await(*pool, copied);
-    if (!leaves) {
-      const Operation op(*this, name);  // as it ends, readers see the slot
+    if (!leaves && copied == nullptr) return;
+    const Operation op(*this, name);  // as it ends, readers see a slot that came
+    if (leaves) {
+      without_gil([&] { cache_->swaps().await_departure(caller, slot, layer); });
+    } else {
       static_cast<void>(cache_->swaps().arrivals());
-      return;
     }
-    const Operation op(*this, name);
-    without_gil([&] { cache_->swaps().await_departure(caller, slot, layer); });
   }
 
   // Whether the copies to slots that come back end within that time. A closed cache has none.

@@ -36,14 +36,13 @@ struct OpenCache final : Shrinker {
   std::size_t shrinkable() noexcept override {
     between_operations([this] {
       const PoolLock lock(cache->pool());
-      kept = cache->prefixes().evictable(SIZE_MAX);
+      kept_ = cache->prefixes().evictable(SIZE_MAX);
     });
-    return kept;
+    return kept_;
   }
 
   OwnedSlotCache cache;  // null once closed; set with the GIL held, during an operation
   OperationMutex mutex{"cache"};
-  std::size_t kept = 0;  // pages of prefixes, as last counted
 
  private:
   // False if an operation is under way.
@@ -52,7 +51,7 @@ struct OpenCache final : Shrinker {
     if (!mutex.try_lock()) return false;
     try {
       if (cache == nullptr) {
-        kept = 0;
+        kept_ = 0;
       } else {
         body();
       }
@@ -62,6 +61,8 @@ struct OpenCache final : Shrinker {
     mutex.unlock();
     return true;
   }
+
+  std::size_t kept_ = 0;  // pages of prefixes, as last counted
 };
 
 // The address range of one row group: row r of slot s is its row r * slots + s. An attribute of the

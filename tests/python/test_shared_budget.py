@@ -427,32 +427,32 @@ def test_prefixes_that_no_request_uses_go_to_who_needs_memory(kind, name):
         cache.close()
 
 
-def test_prefixes_count_as_what_others_can_do_without(name):
+@contextlib.contextmanager
+def a_full_budget_with_prefixes(name):
+    """A cache that keeps prefixes, its pool before it; a tensor that has all else; another cache, and a step."""
     with budgeted(name, 256) as keeper, budgeted(name, 256) as pool:
         cache = prefixes(keeper, 64)
         t = pages(pool, 256 - held(keeper)[0])
         other = make_cache(pool)
-        lengths = lengths_with(other, other.alloc(), 8)
-        assert other.fits(lengths) and keeper.stats().pages_indexed > 0
-        assert other.step(lengths)
+        yield keeper, cache, t, other, lengths_with(other, other.alloc(), 8)
         other.close()
         t.close()
         cache.close()
 
 
+def test_prefixes_count_as_what_others_can_do_without(name):
+    with a_full_budget_with_prefixes(name) as (keeper, _, _, other, lengths):
+        assert other.fits(lengths) and keeper.stats().pages_indexed > 0
+        assert other.step(lengths)
+
+
 def test_a_closed_cache_promises_nothing(name):
-    with budgeted(name, 256) as keeper, budgeted(name, 256) as pool:
-        cache = prefixes(keeper, 64)
-        t = pages(pool, 256 - held(keeper)[0])
-        other = make_cache(pool)
-        lengths = lengths_with(other, other.alloc(), 8)
+    with a_full_budget_with_prefixes(name) as (keeper, cache, t, other, lengths):
         assert other.fits(lengths)
         cache.close()
         kept = pages(keeper, 256 - len(t))
         assert not other.fits(lengths) and not other.step(lengths)
         kept.close()
-        other.close()
-        t.close()
 
 
 def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
