@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -429,7 +430,7 @@ def test_prefixes_that_no_request_uses_go_to_who_needs_memory(kind, name):
 
 @contextlib.contextmanager
 def a_full_budget_with_prefixes(name):
-    """A cache that keeps prefixes, its pool before it; a tensor that has all else; another cache, and a step."""
+    """A pool, its cache that keeps prefixes, a tensor that has all else, another cache, and a step."""
     with budgeted(name, 256) as keeper, budgeted(name, 256) as pool:
         cache = prefixes(keeper, 64)
         t = pages(pool, 256 - held(keeper)[0])
@@ -456,28 +457,20 @@ def test_a_closed_cache_promises_nothing(name):
 
 
 def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
-    with budgeted(name, 256) as keeper, budgeted(name, 256) as pool:
-        over = threading.Event()
+    with budgeted(name, 256) as keeper, budgeted(name, 256) as pool, ThreadPoolExecutor(1) as other:
+        for _ in range(50):
+            cache, t, both = prefixes(keeper, 40), pages(pool), threading.Barrier(2, timeout=30)
 
-        def ask():
-            while not over.is_set():
-                t = pages(pool)
-                with contextlib.suppress(vtensor.OutOfPages):
-                    t.extend(250)
-                t.close()
+            def ask(t=t, both=both):
+                both.wait()
+                t.extend(256)
 
-        thread = threading.Thread(target=ask)
-        thread.start()
-        ended = 0
-        try:
-            for _ in range(50):
-                with contextlib.suppress(AssertionError):  # the others have the memory just now
-                    prefixes(keeper, 40).close()
-                    ended += 1
-        finally:
-            over.set()
-            thread.join()
-        assert ended > 0
+            asked = other.submit(ask)
+            both.wait()
+            cache.close()
+            asked.result(30)
+            assert held(pool) == (256, 0)
+            t.close()
         keeper._core.check_invariants()
 
 
