@@ -50,19 +50,20 @@ class MakeRoom::Request {
 
   std::chrono::nanoseconds waited() const { return steady_clock::now() - since_; }
 
-  // Asks for what is missing, once. True while it may come.
+  // Asks for what is missing: again if more is missing than was asked for, as when the mapper has
+  // given back memory meanwhile. True while it may come.
   bool ask() VT_LOCKED {
-    if (store_.ledger() == nullptr || over_ || store_.in_use() + pages_ > store_.budget())
-      return false;
+    if (store_.ledger() == nullptr || store_.in_use() + pages_ > store_.budget()) return false;
+    const std::size_t asked = wanted_;
     want(store_.uncovered_bytes(pages_));
-    if (wanted_ == 0) return false;
-    if (!asked_) {
+    if (wanted_ > asked) {
+      if (!asked_at_) asked_at_ = steady_clock::now();
       request_ = store_.ledger()->request();
-      asked_at_ = steady_clock::now();
-      asked_ = true;
+      over_ = false;
       return true;
     }
-    over_ = store_.ledger()->answered(request_) || steady_clock::now() - asked_at_ >= kAnswer;
+    if (wanted_ == 0 || over_) return false;
+    over_ = store_.ledger()->answered(request_) || steady_clock::now() - *asked_at_ >= kAnswer;
     return true;  // also when it is over: what was given up is still to be looked for
   }
 
@@ -76,10 +77,10 @@ class MakeRoom::Request {
   PageStore& store_;
   const std::size_t pages_;
   const steady_clock::time_point since_ = steady_clock::now();
-  steady_clock::time_point asked_at_;
+  std::optional<steady_clock::time_point> asked_at_;
   std::size_t wanted_ = 0;  // bytes
   std::uint32_t request_ = 0;
-  bool asked_ = false, over_ = false;
+  bool over_ = false;
 };
 
 std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) {

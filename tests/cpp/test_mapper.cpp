@@ -427,6 +427,29 @@ TEST_CASE("a pool answers once it has given up all it can") {
   CHECK(asking.ledger->answered(request));
 }
 
+TEST_CASE("a pool asks again when it has given back pages of its own since it asked") {
+  const Asking asking;
+  Ledger& other = *asking.ledger;
+  const auto give_back = [&](std::size_t pages) {
+    PoolLock lock(asking.pool);
+    asking.pool->store().release(lock, pages);
+  };
+  asking.buffer->retract({});
+  give_back(44);
+  REQUIRE(other.charge(44 * kBytes));
+  std::thread grows([&] { CHECK_NOTHROW(asking.buffer->grow(kCaller, {0, 64}, false)); });
+  for (const std::size_t before_the_answer : {8, 0}) {
+    std::optional<std::uint32_t> request;
+    if (!comes_true([&] { return (request = other.unanswered()).has_value(); })) break;
+    const std::uint64_t wanted = other.balance().wanted_elsewhere;
+    give_back(before_the_answer);
+    other.hold(other.held() - (wanted - other.balance().room));
+    other.answer(*request, 0, 0);
+  }
+  grows.join();
+  CHECK(other.held() == 0);
+}
+
 // Its operation goes on.
 struct BusyShrinker : Shrinker {
   std::optional<std::size_t> shrink(std::size_t) noexcept override { return std::nullopt; }
