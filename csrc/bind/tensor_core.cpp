@@ -154,7 +154,7 @@ void TensorCore::use_shared(std::shared_ptr<Buffer> buffer, std::size_t length, 
   use(std::move(buffer));
   positions_ = {0, length};
   may_copy_on_write_ = true;
-  if (unclean || spec_.zeroed) stale_until_ = buffer_->geometry().reach(positions_);
+  if (unclean || spec_.zeroed) stale_until_ = buffer_->first_past(positions_);
 }
 
 // Runs `body` with the tensor off its storage, and publishes its positions again if that throws.
@@ -514,7 +514,7 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
   });
   positions_ = {0, kept + n};
   // The pages that moved have what was truncated.
-  stale_until_ = spec_.zeroed ? buffer_->geometry().reach(positions_) : stale;
+  stale_until_ = spec_.zeroed ? buffer_->first_past(positions_) : stale;
   try {
     publish(self);
   } catch (...) {
@@ -616,7 +616,7 @@ void TensorCore::take_rows(Reindexing& tensor) noexcept {
   use(std::move(tensor.moved), std::move(tensor.strides));
   const std::size_t reached = sub_sat(stale_until_, positions_.begin);
   positions_ = {0, length()};
-  stale_until_ = spec_.zeroed ? buffer_->geometry().reach(positions_) : reached;
+  stale_until_ = spec_.zeroed ? buffer_->first_past(positions_) : reached;
 }
 
 void TensorCore::reserve(nb::handle self, nb::handle given) {

@@ -142,7 +142,7 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
                                       const RowShape& shape, const Caller& caller) {
   const std::shared_ptr<PagePool>& pool = host->pool_;
   const std::size_t row_pages =
-      RowGeometry(shape, pool->page_size()).indices_of({0, shape.capacity}).end;
+      ceil_div(shape.phase + shape.capacity * shape.item_bytes, pool->page_size());
   std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages), DeleteUnlessForked{});
   std::unique_ptr<Generation> pin(host->publish());
   PoolLock lock(pool);
@@ -163,8 +163,7 @@ Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
     : Client(pool, shape, row_pages,
              {"tensor",
               "grow before the capture, or extend(n) and truncate(length) once so that the pages "
-              "are ready"}),
-      geometry_(shape, pool->page_size()) {}
+              "are ready"}) {}
 
 // -- lengths
 
@@ -184,7 +183,7 @@ void Buffer::assign(Interval positions, Interval extent) {
 
 void Buffer::set_ready(std::size_t end) {
   ready_end_ = std::max(extent_.end, end);
-  ready_until_ = geometry_.whole_below(ready_end_);
+  ready_until_ = whole_below(ready_end_);
 }
 
 std::size_t Buffer::ready_in(std::size_t end) const {
@@ -250,7 +249,7 @@ void Buffer::look_ahead(std::size_t added, bool crossed) {
   // Where the bounds allow less than the pace asks for: ask again once half of it is used up.
   const bool enough = position + (end - position) / 2 <= ready_until_;
   if (enough || pool_->store().unused() == 0) return;
-  want(indices_of({positions_.begin, end}).end, true);
+  want_until(end, true);
 }
 
 // Bounded by the capacity and by a share of the extent, so that a pool's look-ahead is a share of
@@ -262,7 +261,7 @@ std::size_t Buffer::lead() const {
   const std::size_t indices = std::min(pool_->options().prefetch / index_bytes,
                                        std::max(least, extent_.size() / kShareAhead));
   const std::size_t wanted = position + pace_.lead();
-  const std::size_t allowed = geometry_.whole_below(extent_.end + indices);
+  const std::size_t allowed = whole_below(extent_.end + indices);
   return std::max(position, std::min({wanted, shape_.capacity, allowed}));
 }
 
@@ -302,7 +301,7 @@ void Buffer::leave() noexcept {
 std::vector<Reservation::Bytes> Buffer::bytes_of(Interval positions) const {
   std::vector<Reservation::Bytes> bytes;
   for (std::size_t row = 0; !positions.empty() && row < range_.rows(); ++row)
-    bytes.push_back({address_of(row, positions.begin), geometry_.bytes(positions)});
+    bytes.push_back({address_of(row, positions.begin), positions.size() * shape_.item_bytes});
   return bytes;
 }
 
@@ -387,7 +386,7 @@ std::size_t Buffer::writable_until(std::size_t position) const {
   std::size_t index = indices_of({position, position + 1}).begin;
   index =
       shares() ? range_.first_not({index, extent_.end}, is_writable) : std::max(index, extent_.end);
-  return geometry_.whole_below(index);
+  return whole_below(index);
 }
 
 // -- readers in other processes
@@ -411,12 +410,8 @@ void Buffer::show(Interval positions) noexcept {
 void Buffer::prepare(std::size_t end) {
   PoolLock lock(pool_);
   trace::event(trace::What::prepare, range_.address(0, extent_.end),
-               geometry_.bytes({positions_.end, end}) * range_.rows(), range_.base());
+               (end - positions_.end) * shape_.item_bytes * range_.rows(), range_.base());
   want_until(end, true);
-}
-
-void Buffer::want_until(std::size_t end, bool soon) {
-  if (end > positions_.begin) want(indices_of({positions_.begin, end}).end, soon);
 }
 
 void Buffer::announce(std::size_t end) {
@@ -425,17 +420,18 @@ void Buffer::announce(std::size_t end) {
   if (to_clean()) pool_->clean_later(shared_from_this());
 }
 
-void Buffer::want(std::size_t index_end, bool soon) {
+void Buffer::want_until(std::size_t end, bool soon) {
+  const std::size_t index_end = indices_of({positions_.begin, end}).end;
   if (index_end <= ready_end_ || range_.leaving() != 0) return;
   try {
     range_.reserve({0, index_end});
     pool_->want(shared_from_this());
     // Shared pages that wait to be unmapped go: growth would have to copy them.
     const Interval ahead{std::max(owned_until(), ready_end_), index_end};
-    const std::size_t end =
+    const std::size_t unshared =
         shares() ? range_.first_not(ahead, [](Entry e) { return !is_copy_on_write(e); })
                  : ahead.end;
-    range_.set_why({ahead.begin, end}, Why::prefetched);
+    range_.set_why({ahead.begin, unshared}, Why::prefetched);
     if (soon) pool_->wake_mapper();
   } catch (const std::bad_alloc&) {
     // Growth that needs the pages raises it.

@@ -10,12 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "base/align.h"
 #include "base/fault_report.h"
 #include "base/interval.h"
 #include "policy/client.h"
 #include "policy/look_ahead.h"
 #include "tensor/page_set.h"
-#include "tensor/row_geometry.h"
 #include "vmm/caller.h"
 #include "vmm/reservation.h"
 
@@ -51,11 +51,20 @@ class Buffer final : public Client {
   static std::shared_ptr<Buffer> place(const std::shared_ptr<Buffer>& host, Address base,
                                        const RowShape& shape, const Caller& caller);
 
-  const RowGeometry& geometry() const { return geometry_; }
   Address address_of(std::size_t row, std::size_t position) const {
-    return range_.address(row, 0) + geometry_.offset(position);
+    return range_.address(row, 0) + offset(position);
   }
-  Interval indices_of(Interval positions) const { return geometry_.indices_of(positions); }
+  // The page indices that hold `positions`.
+  Interval indices_of(Interval positions) const {
+    if (positions.empty()) return {};
+    const std::size_t page = range_.page_size();
+    return {offset(positions.begin) / page, ceil_div(offset(positions.end), page)};
+  }
+  // The first position that lies wholly past the pages of `positions`.
+  std::size_t first_past(Interval positions) const {
+    const std::size_t end = indices_of(positions).end * range_.page_size();
+    return end > shape_.phase ? ceil_div(end - shape_.phase, shape_.item_bytes) : 0;
+  }
 
   // -- lengths
 
@@ -196,6 +205,15 @@ class Buffer final : public Client {
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
   void ahead_changed() override VT_LOCKED;
 
+  // Bytes from the beginning of a row's first page to a position.
+  std::size_t offset(std::size_t position) const {
+    return shape_.phase + position * shape_.item_bytes;
+  }
+  // How many positions from 0 on lie wholly in pages below `index`.
+  std::size_t whole_below(std::size_t index) const {
+    const std::size_t end = index * range_.page_size();
+    return end > shape_.phase ? (end - shape_.phase) / shape_.item_bytes : 0;
+  }
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   void set_positions(Interval positions) VT_LOCKED;
   // The positions that readers in other processes see.
@@ -229,14 +247,12 @@ class Buffer final : public Client {
   void look_ahead(std::size_t added, bool crossed) VT_LOCKED;
   // The position to look ahead to.
   std::size_t lead() const VT_LOCKED;
-  void want(std::size_t index_end, bool soon) VT_LOCKED;
   void try_to_cache() VT_LOCKED;
 
   static constexpr std::size_t kCacheLine = 64;
 
   // The members that growth over ready pages reads lie together: one step grows many buffers, whose
   // memory is cold.
-  const RowGeometry geometry_;
   RowFaults* row_faults_ = nullptr;  // known_'s range, if the buffer is a tensor's
   Interval positions_;               // changed with the lock; the owner reads it without it too
   Interval extent_ VT_GUARDED;       // page indices of positions_, and of an accepted longer prefix
