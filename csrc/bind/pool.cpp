@@ -92,11 +92,10 @@ auto pool_method(const char* operation, Result (PagePool::*method)(Args...)) {
 
 // A closed pool, which lives until the last view over its pages is gone.
 struct WeakPool {
-  explicit WeakPool(const std::shared_ptr<PagePool>& pool)
-      : pool(pool), mapper(pool->mapper_signal()) {}
+  explicit WeakPool(const std::shared_ptr<PagePool>& pool) : pool(pool), mapper(pool->mapper()) {}
 
   const std::weak_ptr<PagePool> pool;
-  std::shared_ptr<Mapper::Signal> mapper;
+  std::shared_ptr<Mapper> mapper;
 };
 
 std::shared_ptr<PagePool> host_pool(std::size_t page_size, bool strict_holes, bool shareable,
@@ -188,7 +187,7 @@ void bind_pool(nb::module_& module) {
           nb::sig("def get(self) -> PagePool | None"))
       .def("leave_mapper", [](WeakPool& weak) {
         // Kept no longer than that: it keeps a shared budget's file open.
-        const std::shared_ptr<Mapper::Signal> mapper = std::exchange(weak.mapper, nullptr);
+        const std::shared_ptr<Mapper> mapper = std::exchange(weak.mapper, nullptr);
         without_gil([&] {
           if (mapper) mapper->outwait(std::chrono::seconds(10));
         });

@@ -37,8 +37,9 @@ constexpr std::chrono::nanoseconds kSharedSleep = std::chrono::seconds(1);
 
 void Mapper::start(std::weak_ptr<PagePool> pool) {
   try {
-    thread_ = start_thread("vtensor-mapper", ThreadRole::mapper,
-                           [pool = std::move(pool), signal = signal_] { run(pool, signal); });
+    thread_ =
+        start_thread("vtensor-mapper", ThreadRole::mapper,
+                     [pool = std::move(pool), self = shared_from_this()] { self->run(pool); });
   } catch (const std::system_error& error) {
     throw DriverError(
         "pthread_create", error.code().value(), "EAGAIN",
@@ -47,7 +48,7 @@ void Mapper::start(std::weak_ptr<PagePool> pool) {
   }
 }
 
-void Mapper::Signal::wake() noexcept {
+void Mapper::wake() noexcept {
   if (!shared_word_) {
     own_word_.wake();
   } else if (own_word_.set()) {
@@ -55,14 +56,14 @@ void Mapper::Signal::wake() noexcept {
   }
 }
 
-bool Mapper::Signal::begin() noexcept {
+bool Mapper::begin() noexcept {
   if (stopping_.load(std::memory_order_acquire)) return false;
   own_word_.reset();
   if (shared_word_) shared_word_().reset();
   return !stopping_.load(std::memory_order_acquire);
 }
 
-void Mapper::Signal::sleep(Time until) noexcept {
+void Mapper::sleep(Time until) noexcept {
   if (!shared_word_) {
     own_word_.sleep(until);
   } else if (own_word_.arm()) {
@@ -72,8 +73,8 @@ void Mapper::Signal::sleep(Time until) noexcept {
 
 void Mapper::stop() noexcept {
   if (!thread_) return;
-  signal_->stopping_.store(true, std::memory_order_release);
-  signal_->wake();
+  stopping_.store(true, std::memory_order_release);
+  wake();
   if (thread_->get_id() == std::this_thread::get_id()) {
     thread_->detach();
   } else {
@@ -82,20 +83,20 @@ void Mapper::stop() noexcept {
   thread_.reset();
 }
 
-void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Signal>& signal) {
+void Mapper::run(const std::weak_ptr<PagePool>& weak) {
   bool entered = false;
   std::chrono::nanoseconds pause = kShortestPause;
   std::chrono::nanoseconds retry = kLongestPause;
-  while (signal->begin()) {
+  while (begin()) {
     Time next;
     {
-      const std::lock_guard at_work(signal->at_work_);
+      const std::lock_guard at_work(at_work_);
       const std::shared_ptr<PagePool> pool = weak.lock();
       if (!pool) return;
       try {
         if (!entered) enter(pool);
         entered = true;
-        next = serve(pool, *signal, pause);
+        next = serve(pool, pause);
         retry = kLongestPause;
       } catch (const std::exception&) {  // refused, or no memory
         if (!entered) retry = kRetryPause;
@@ -103,7 +104,7 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
         retry = std::min(2 * retry, kRetryPause);
       }
     }  // the pool may end here, in this thread
-    signal->sleep(next);
+    sleep(next);
   }
 }
 
@@ -239,13 +240,12 @@ class Mapper::Step {
   bool refused_ = false;
 };
 
-Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& signal,
-                           std::chrono::nanoseconds& pause) {
+Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, std::chrono::nanoseconds& pause) {
   PoolLock lock(pool);
   Time next = Time::max();
-  for (bool back_first = false; !signal.stopping_.load(std::memory_order_acquire);
+  for (bool back_first = false; !stopping_.load(std::memory_order_acquire);
        back_first = !back_first) {
-    while (pool->quiescing() && !signal.stopping_.load(std::memory_order_acquire))
+    while (pool->quiescing() && !stopping_.load(std::memory_order_acquire))
       pool->wait_changed(lock, steady_clock::now() + kLongestPause);
     pool->reap();
     const MakeRoom::Given given = MakeRoom(*pool).give_to_others(lock);

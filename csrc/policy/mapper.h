@@ -20,60 +20,44 @@ namespace vtensor {
 
 class PagePool;
 
-class Mapper {
+// May outlive its pool: the thread does if it drops the last reference to the pool.
+class Mapper : public std::enable_shared_from_this<Mapper> {
   using Time = WakeWord::Time;
 
  public:
-  // What the thread sleeps on. May outlive the pool, and the Mapper: the thread does if it drops
-  // the last reference to the pool.
-  class Signal {
-   public:
-    explicit Signal(std::function<WakeWord&()> shared_word)
-        : shared_word_(std::move(shared_word)) {}
-
-    // From any thread; never blocks. After a call, more calls cost nothing until the thread runs.
-    void wake() noexcept;
-    // Returns once the thread keeps nothing of the pool alive, for `patience` at most.
-    void outwait(std::chrono::nanoseconds patience) {
-      const std::unique_lock at_work(at_work_, patience);
-    }
-
-   private:
-    friend class Mapper;
-    // The thread looks at what there is to do. False if it is to end: then the shared word may be
-    // another pool's.
-    bool begin() noexcept;
-    void sleep(Time until) noexcept;
-
-    const std::function<WakeWord&()> shared_word_;  // empty: the pool shares no budget
-    WakeWord own_word_;  // tells wakers of this process whether to look at the shared one
-    std::atomic<bool> stopping_{false};
-    std::timed_mutex at_work_;  // held by the thread while it keeps the pool alive
-  };
-
   // In a shared budget the thread sleeps on the word that `shared_word` finds (vmm/ledger.h).
-  explicit Mapper(std::function<WakeWord&()> shared_word)
-      : signal_(std::make_shared<Signal>(std::move(shared_word))) {}
+  explicit Mapper(std::function<WakeWord&()> shared_word) : shared_word_(std::move(shared_word)) {}
 
   // The thread keeps nothing of `pool` alive while it sleeps. Throws DriverError if the system has
   // no thread.
   void start(std::weak_ptr<PagePool> pool);
   bool running() const { return thread_ != nullptr; }
-  const std::shared_ptr<Signal>& signal() const { return signal_; }
+  // From any thread; never blocks. After a call, more calls cost nothing until the thread runs.
+  void wake() noexcept;
+  // Returns once the thread keeps nothing of the pool alive, for `patience` at most.
+  void outwait(std::chrono::nanoseconds patience) {
+    const std::unique_lock at_work(at_work_, patience);
+  }
   // Waits for the thread to end, unless this is the thread. Tasks that it had not begun are left.
   void stop() noexcept;
 
  private:
   class Step;
 
-  static void run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<Signal>& signal);
+  void run(const std::weak_ptr<PagePool>& pool);
   static void enter(const std::shared_ptr<PagePool>& pool);
   // Does what can be done now; returns when to look again without being woken. `pause` is how long
   // it waited last for the device.
-  static Time serve(const std::shared_ptr<PagePool>& pool, const Signal& signal,
-                    std::chrono::nanoseconds& pause);
+  Time serve(const std::shared_ptr<PagePool>& pool, std::chrono::nanoseconds& pause);
+  // The thread looks at what there is to do. False if it is to end: then the shared word may be
+  // another pool's.
+  bool begin() noexcept;
+  void sleep(Time until) noexcept;
 
-  const std::shared_ptr<Signal> signal_;
+  const std::function<WakeWord&()> shared_word_;  // empty: the pool shares no budget
+  WakeWord own_word_;  // tells wakers of this process whether to look at the shared one
+  std::atomic<bool> stopping_{false};
+  std::timed_mutex at_work_;  // held by the thread while it keeps the pool alive
   std::unique_ptr<std::thread> thread_;
 };
 

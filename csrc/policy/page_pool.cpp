@@ -42,21 +42,15 @@ constexpr double kLeastShare = 1.0 / 16;
 // The pools of this process. Never destroyed: a pool may outlive static objects. Locked before the
 // lock of any pool: of two pools that are made at once, the later counts with the budget of the
 // earlier.
-struct PoolsOfProcess {
-  std::mutex mutex;
-  std::vector<std::weak_ptr<PagePool>> all;
-};
-PoolsOfProcess& pools_of_process() {
-  static auto& pools = *new PoolsOfProcess;
-  return pools;
-}
+std::mutex& pools_mutex = *new std::mutex;
+auto& pools = *new std::vector<std::weak_ptr<PagePool>>;
 
 // What a pool may take unless a budget is given, in bytes: a part of the memory that is free, less
 // what the other pools of this process may take and have not taken. Other processes are not seen.
-std::size_t default_budget(Driver& driver, const PoolsOfProcess& pools) {
+std::size_t default_budget(Driver& driver) {
   const DriverTraits& traits = driver.traits();
   std::size_t unused = 0;
-  for (const std::weak_ptr<PagePool>& one : pools.all) {
+  for (const std::weak_ptr<PagePool>& one : pools) {
     const std::shared_ptr<PagePool> pool = one.lock();
     if (!pool || pool->retired()) continue;
     // A simulated device's memory is the host's, and it has a budget of its own all the same.
@@ -77,9 +71,8 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
   PoolOptions budgeted = options;
   std::shared_ptr<PagePool> pool;
   {
-    PoolsOfProcess& others = pools_of_process();
-    const std::lock_guard one_at_a_time(others.mutex);
-    if (budgeted.budget == 0) budgeted.budget = default_budget(*driver, others);
+    const std::lock_guard one_at_a_time(pools_mutex);
+    if (budgeted.budget == 0) budgeted.budget = default_budget(*driver);
     if (budgeted.budget < traits.page_size) {
       throw InvalidArgument("[Pool] budget of ", budgeted.budget, " bytes holds no page of ",
                             traits.page_size, " bytes: raise the budget or lower the page size");
@@ -89,8 +82,8 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
       ledger = Ledger::join(driver->meter(), options.shared_budget, budgeted.budget, traits.device);
     }
     pool.reset(new PagePool(std::move(driver), budgeted, std::move(ledger)), DeleteUnlessForked{});
-    std::erase_if(others.all, [](const auto& one) { return one.expired(); });
-    others.all.push_back(pool);
+    std::erase_if(pools, [](const auto& one) { return one.expired(); });
+    pools.push_back(pool);
   }
   // Now, and not when memory or mappings are short: a thread without memory for its thread-local
   // data ends the process.
@@ -105,10 +98,10 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
       options_(options),
       store_(*driver_, options, ledger_.get(), [this]() VT_LOCKED { wake_mapper(); }),
       shared_(*driver_, store_, [this]() VT_LOCKED { wake_mapper(); }),
-      mapper_(ledger_ ? ledger_->wake_word() : nullptr) {}
+      mapper_(std::make_shared<Mapper>(ledger_ ? ledger_->wake_word() : nullptr)) {}
 
 // Buffers and generations hold the pool, so none is left; only kept memory is.
-PagePool::~PagePool() { mapper_.stop(); }
+PagePool::~PagePool() { mapper_->stop(); }
 
 int PagePool::open_for_readers(const char* operation) {
   if (traits().exports == ExportKind::file) return driver_->export_page(0).descriptor;
@@ -156,7 +149,7 @@ void PagePool::settle_later(const std::shared_ptr<Client>& client) {
 
 void PagePool::want(const std::shared_ptr<Client>& client) {
   if (!client->hooks.wanting.linked()) wanting_.add(client->hooks.wanting, client);
-  if (!mapper_.running()) wake_mapper();
+  if (!mapper_->running()) wake_mapper();
 }
 
 void PagePool::want_first(const std::shared_ptr<Client>& client) {
@@ -185,7 +178,7 @@ void PagePool::ensure_mapper() {
 }
 
 void PagePool::start_mapper() {
-  if (!mapper_.running()) mapper_.start(weak_from_this());
+  if (!mapper_->running()) mapper_->start(weak_from_this());
 }
 
 void PagePool::set_mapper_error(std::exception_ptr error) {
@@ -403,10 +396,10 @@ std::size_t PagePool::trim() {
 bool PagePool::idle() const {
   // A generation that has ended may be the last to keep a client's range.
   return in_flight() == 0 && ended_.load(std::memory_order_acquire) == nullptr &&
-         ((wanting_.empty() && copied_.empty() && !store_.excess_due()) || !mapper_.running()) &&
+         ((wanting_.empty() && copied_.empty() && !store_.excess_due()) || !mapper_->running()) &&
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& client) VT_LOCKED { return client->refusal() != nullptr; }) &&
-         (options_.zero == ZeroPolicy::never || !mapper_.running() ||
+         (options_.zero == ZeroPolicy::never || !mapper_->running() ||
           std::none_of(unclean_.begin(), unclean_.end(),
                        [](const auto& client) VT_LOCKED { return client->to_clean(); }));
 }
@@ -506,9 +499,9 @@ void PagePool::end(Ended* ended) noexcept {
 void PagePool::end_later(Ended* ended) noexcept {
   if (in_forked_child()) return;
   // From here on the mapper may end the pool: then not in this thread.
-  const std::shared_ptr<Mapper::Signal> signal = mapper_.signal();
+  const std::shared_ptr<Mapper> mapper = mapper_;
   push(ended);
-  signal->wake();
+  mapper->wake();
 }
 
 void PagePool::reap() noexcept {

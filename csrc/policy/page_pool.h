@@ -192,7 +192,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
   // -- the mapper
 
-  std::shared_ptr<Mapper::Signal> mapper_signal() const { return mapper_.signal(); }
+  const std::shared_ptr<Mapper>& mapper() const { return mapper_; }
   // So that `end_later` finds the mapper running. Throws DriverError.
   void ensure_mapper();
   // Wakes the mapper once the lock is free; starts it if it does not run.
@@ -230,7 +230,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Before the lock is released: reaps what deleters pushed while they found it taken.
   bool tidy() noexcept override VT_LOCKED;
   bool left_over() noexcept override;
-  void after_unlock() noexcept override { mapper_.signal()->wake(); }
+  void after_unlock() noexcept override { mapper_->wake(); }
 
   void push(Ended* ended) noexcept;
   // Frees host memory whose copies have ended; returns whether some is left.
@@ -262,7 +262,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::exception_ptr mapper_error_ VT_GUARDED;
 
   std::atomic<Ended*> ended_{nullptr};  // a stack of what has ended and is not reaped yet
-  Mapper mapper_;
+  const std::shared_ptr<Mapper> mapper_;
   std::unique_ptr<PageSender> sender_ VT_GUARDED;  // null until a reader needs it
 };
 
