@@ -40,11 +40,8 @@ thread_local std::string last_refusal;
 
 // The heap of each address that torch has. torch frees in any thread, and after the heap was
 // closed. Never destroyed, because torch frees at the end of the process too.
-struct Given {
-  std::mutex mutex;
-  std::map<Address, std::shared_ptr<Heap>> heaps;
-};
-Given& given = *new Given;
+auto& heaps = *new std::map<Address, std::shared_ptr<Heap>>;
+std::mutex& heaps_mutex = *new std::mutex;
 
 // The heap that served a thread's allocations before another does. Not bound as a shared_ptr, whose
 // copies would need the GIL to end: torch frees without it.
@@ -194,11 +191,13 @@ extern "C" [[gnu::visibility("default")]] void* vtensor_allocate(std::size_t byt
     const Caller caller{"memory", reinterpret_cast<Stream>(stream)};
     // torch holds the lock of its allocator, so its cache cannot be emptied. It does that itself
     // when an allocation is refused, and asks again.
-    const Address address = vtensor::with_memory(
-        *heap->pool(), caller, [&] { return heap->allocate(caller, bytes); }, [] { return false; });
+    Address address = 0;
+    vtensor::with_memory(
+        *heap->pool(), caller, [&] { address = heap->allocate(caller, bytes); },
+        [] { return false; });
     try {
-      const std::lock_guard lock(given.mutex);
-      given.heaps.emplace(address, heap);
+      const std::lock_guard lock(heaps_mutex);
+      heaps.emplace(address, heap);
     } catch (...) {
       heap->free(caller, address);
       throw;
@@ -218,15 +217,15 @@ extern "C" [[gnu::visibility("default")]] void vtensor_free(void* at, std::size_
                                                             void* stream) noexcept {
   if (in_forked_child()) return;
   // Taken before it is free: from then on another allocation may have the address.
-  std::unique_lock lock(given.mutex);
-  auto one = given.heaps.extract(reinterpret_cast<Address>(at));
+  std::unique_lock lock(heaps_mutex);
+  auto one = heaps.extract(reinterpret_cast<Address>(at));
   lock.unlock();
   if (one.empty()) return;
   try {
     one.mapped()->free({"memory", reinterpret_cast<Stream>(stream)}, one.key());
   } catch (...) {  // it stays allocated, and can be freed later
     lock.lock();
-    given.heaps.insert(std::move(one));
+    heaps.insert(std::move(one));
   }
 }
 

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <type_traits>
 
 #include "base/errors.h"
 #include "base/process.h"
@@ -87,8 +88,14 @@ auto with_memory(PagePool& pool, const Caller& caller, const Body& body,
     const nb::gil_scoped_acquire gil;
     return TorchBridge::get().empty_cache();
   };
-  return without_gil(
-      [&] { return vtensor::with_memory(pool, caller, body, empty_cache, give_up); });
+  const ReleasedGil released;
+  if constexpr (std::is_void_v<decltype(body())>) {
+    vtensor::with_memory(pool, caller, body, empty_cache, give_up);
+  } else {
+    decltype(body()) result{};
+    vtensor::with_memory(pool, caller, [&] { result = body(); }, empty_cache, give_up);
+    return result;
+  }
 }
 
 // One operation on what an object holds in a pool. `held` is null once the object is closed, and

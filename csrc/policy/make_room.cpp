@@ -352,8 +352,8 @@ bool try_again(PagePool& pool, const Caller& caller, const std::function<void()>
 
 }  // namespace
 
-void run_with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
-                     const std::function<bool()>& empty_cache, const GiveUp& give_up) {
+void with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
+                 const std::function<bool()>& empty_cache, const GiveUp& give_up) {
   pool.store().raise_if_broken();
   const auto attempt = [&] {
     try {

@@ -20,7 +20,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <type_traits>
 
 #include "base/errors.h"
 #include "vmm/caller.h"
@@ -109,21 +108,8 @@ using GiveUp = std::function<bool(unsigned tries)>;
 
 // Runs `body`, which makes driver calls, with all rungs. No lock that the mapper or a deleter takes
 // is held meanwhile (I11). `empty_cache` has the caller's framework release its cache of device
-// memory; false if it cannot now. `give_up` may be empty.
-void run_with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
-                     const std::function<bool()>& empty_cache, const GiveUp& give_up);
-
-// The result of `body`, run so.
-template <typename Body>
-auto with_memory(PagePool& pool, const Caller& caller, const Body& body,
-                 const std::function<bool()>& empty_cache, const GiveUp& give_up = {}) {
-  if constexpr (std::is_void_v<decltype(body())>) {
-    run_with_memory(pool, caller, body, empty_cache, give_up);
-  } else {
-    decltype(body()) result{};
-    run_with_memory(pool, caller, [&] { result = body(); }, empty_cache, give_up);
-    return result;
-  }
-}
+// memory; false if it cannot now.
+void with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
+                 const std::function<bool()>& empty_cache, const GiveUp& give_up = {});
 
 }  // namespace vtensor
