@@ -71,7 +71,7 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
 Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, const Caller& caller,
              const char* noun, const char* hole)
     : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages_for(*pool, bytes, caller),
-             {noun, "map the blocks before the capture"}),
+             noun, "map the blocks before the capture"),
       hole_(hole) {}
 
 std::size_t Arena::pages_for(const PagePool& pool, std::size_t bytes, const Caller& caller) {
@@ -85,7 +85,7 @@ std::size_t Arena::pages_for(const PagePool& pool, std::size_t bytes, const Call
 }
 
 void Arena::open(std::optional<std::uint64_t> owner, Backed backed, const Caller& caller) {
-  auto report = std::make_unique<ByteFaults>(bytes(), words_.noun, hole_);
+  auto report = std::make_unique<ByteFaults>(bytes(), noun_, hole_);
   const Address base = reserve(range_.row_pages(), backed);
   PoolLock lock(pool_);
   pool_->reap();

@@ -84,10 +84,9 @@ void PrefixIndex::add(std::span<const Token> tokens, const std::string& salt, st
   touch(leaf);
 }
 
-// The least recently used nodes that nothing else uses, with `pages` pages or all there are;
-// children before their parents.
-std::vector<PrefixIndex::Node*> PrefixIndex::idle(std::size_t pages) const {
-  std::vector<Node*> found;
+// Adds to `found` the least recently used nodes that nothing else uses, with `pages` pages or all
+// there are, children before their parents. Returns their pages.
+std::size_t PrefixIndex::idle(std::size_t pages, std::vector<Node*>& found) const {
   std::unordered_set<const Node*> gone;
   std::size_t freed = 0;
   for (Node* node : recent_) {
@@ -104,7 +103,7 @@ std::vector<PrefixIndex::Node*> PrefixIndex::idle(std::size_t pages) const {
     found.push_back(node);
     gone.insert(node);
   }
-  return found;
+  return freed;
 }
 
 std::size_t PrefixIndex::pages_of(const Node& node) {
@@ -114,20 +113,18 @@ std::size_t PrefixIndex::pages_of(const Node& node) {
 }
 
 std::size_t PrefixIndex::evictable(std::size_t enough) const {
-  std::size_t pages = 0;
-  for (const Node* node : idle(enough)) pages += pages_of(*node);
-  return pages;
+  std::vector<Node*> found;
+  return idle(enough, found);
 }
 
 std::size_t PrefixIndex::evict(std::size_t pages) {
   if (recent_.empty()) return 0;
   std::vector<Node*> going;
+  std::size_t freed = 0;
   {
     const PoolLock lock(recent_.front()->pages.front()->pool());
-    going = idle(pages);
+    freed = idle(pages, going);
   }
-  std::size_t freed = 0;
-  for (const Node* node : going) freed += pages_of(*node);
   for (Node* node : going) forget(node);
   evictions_ += going.size();
   // Salts come from requests, so an unknown salt must not leave a root behind.

@@ -69,7 +69,7 @@ class PrefixIndex {
   std::vector<Token> edge(std::span<const Token> tokens, std::size_t unit) const;
   std::vector<Node*> walk(std::span<const Token> tokens, const std::string& salt,
                           std::size_t units) const;
-  std::vector<Node*> idle(std::size_t pages) const VT_LOCKED;
+  std::size_t idle(std::size_t pages, std::vector<Node*>& found) const VT_LOCKED;
   static std::size_t pages_of(const Node& node);
   static void hang(Node& parent, std::vector<Token> edge, std::unique_ptr<Node> branch);
   void touch(Node* node) noexcept;

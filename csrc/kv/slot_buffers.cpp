@@ -90,7 +90,8 @@ SlotBuffers::SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape s
                          const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller)
     : pool_(pool),
       shape_(with_all_contents(std::move(shape))),
-      slots_(shape_.slots, Slot{Buffers(groups()), std::vector<std::size_t>(groups())}) {
+      buffers_(shape_.slots, Buffers(groups())),
+      begins_(shape_.slots, std::vector<std::size_t>(groups())) {
   for (const RowGroup& group : shape_.row_groups) {
     for (const RowContent& content : group.contents) {
       for (const std::size_t layer : content.layers) {
@@ -127,8 +128,8 @@ void SlotBuffers::reserve(const std::shared_ptr<const SlotLengths>& lengths, con
 
 std::vector<std::shared_ptr<Buffer>> SlotBuffers::all() const {
   std::vector<std::shared_ptr<Buffer>> all;
-  for (const Slot& slot : slots_) {
-    std::copy_if(slot.buffers.begin(), slot.buffers.end(), std::back_inserter(all),
+  for (const Buffers& buffers : buffers_) {
+    std::copy_if(buffers.begin(), buffers.end(), std::back_inserter(all),
                  [](const auto& buffer) { return buffer != nullptr; });
   }
   return all;
@@ -156,11 +157,11 @@ std::size_t SlotBuffers::unit() const {
 
 Interval SlotBuffers::needed(std::size_t slot, std::size_t group, std::size_t length) const {
   if (length == 0) return {};
-  return {slots_[slot].begins[group], std::min(shape_.max_length, length + shape_.tail())};
+  return {begins_[slot][group], std::min(shape_.max_length, length + shape_.tail())};
 }
 
 bool SlotBuffers::place(const Caller& caller, std::size_t slot) {
-  Buffers& buffers = slots_[slot].buffers;
+  Buffers& buffers = buffers_[slot];
   std::size_t placed = 0;
   const auto undo = [&] {
     for (std::size_t group = 0; group < placed; ++group) buffers[group]->abandon();
@@ -195,27 +196,27 @@ bool SlotBuffers::place(const Caller& caller, std::size_t slot) {
 }
 
 void SlotBuffers::abandon(std::size_t slot) noexcept {
-  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->abandon();
-  std::fill(slots_[slot].begins.begin(), slots_[slot].begins.end(), 0);
+  for (const std::shared_ptr<Buffer>& buffer : buffers_[slot]) buffer->abandon();
+  std::fill(begins_[slot].begin(), begins_[slot].end(), 0);
 }
 
 void SlotBuffers::use(const Caller& caller, std::size_t slot) {
-  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
+  for (const std::shared_ptr<Buffer>& buffer : buffers_[slot]) buffer->use(caller);
 }
 
 void SlotBuffers::give_back_passed(std::size_t slot, std::size_t group,
                                    std::size_t length) noexcept {
   const std::size_t begin = shape_.row_groups[group].first_seen(length);
-  std::size_t& kept = slots_[slot].begins[group];
+  std::size_t& kept = begins_[slot][group];
   if (page_of(group, begin) <= page_of(group, kept)) return;
   kept = begin;
-  Buffer& buffer = *slots_[slot].buffers[group];
+  Buffer& buffer = *buffers_[slot][group];
   buffer.retract({begin, buffer.positions().end}, shape_.max_length);
 }
 
 void SlotBuffers::truncate(std::size_t slot, std::size_t group, std::size_t length) noexcept {
-  if (length == 0) slots_[slot].begins[group] = 0;
-  Buffer& buffer = *slots_[slot].buffers[group];
+  if (length == 0) begins_[slot][group] = 0;
+  Buffer& buffer = *buffers_[slot][group];
   Interval kept = needed(slot, group, length);
   kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
   buffer.retract(kept, length + shape_.tail() + shape_.lookahead);
@@ -223,12 +224,12 @@ void SlotBuffers::truncate(std::size_t slot, std::size_t group, std::size_t leng
 
 SharedRange* SlotBuffers::share(const Caller& caller) {
   for (std::size_t group = 0; group < groups(); ++group)
-    ranges_[group]->share(caller.operation, group == 0 ? slots_.size() : 0);
+    ranges_[group]->share(caller.operation, group == 0 ? shape_.slots : 0);
   const PoolLock lock(pool_);
-  for (const Slot& slot : slots_) {
+  for (const Buffers& buffers : buffers_) {
     for (std::size_t group = 0; group < groups(); ++group) {
-      if (slot.buffers[group] == nullptr || slot.buffers[group]->range().shared()) continue;
-      slot.buffers[group]->range().show_in(ranges_[group]->range().shared());
+      if (buffers[group] == nullptr || buffers[group]->range().shared()) continue;
+      buffers[group]->range().show_in(ranges_[group]->range().shared());
     }
   }
   return ranges_.front()->range().shared().get();
@@ -244,13 +245,13 @@ void SlotBuffers::close() noexcept {
   {
     const PoolLock lock(pool_);
     pool_->reap();
-    for (const Slot& slot : slots_) {
-      for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+    for (const Buffers& buffers : buffers_) {
+      for (const std::shared_ptr<Buffer>& buffer : buffers) {
         if (buffer) buffer->keep_nothing();
       }
     }
   }
-  slots_.clear();
+  buffers_.clear();
   for (const std::shared_ptr<Buffer>& range : ranges_) range->abandon();
   ranges_.clear();
 }

@@ -36,12 +36,12 @@ class SlotBuffers {
   const std::shared_ptr<Buffer>& range(std::size_t group) const { return ranges_[group]; }
   const Buffers& ranges() const { return ranges_; }
   // A slot's buffers; null until the slot is first used.
-  const Buffers& of(std::size_t slot) const { return slots_[slot].buffers; }
-  Buffer& at(std::size_t slot, std::size_t group) const { return *slots_[slot].buffers[group]; }
+  const Buffers& of(std::size_t slot) const { return buffers_[slot]; }
+  Buffer& at(std::size_t slot, std::size_t group) const { return *buffers_[slot][group]; }
   // The buffers of all slots that were ever used.
   std::vector<std::shared_ptr<Buffer>> all() const;
   // For each row group: the first position that the slot still has.
-  const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
+  const std::vector<std::size_t>& begins(std::size_t slot) const { return begins_[slot]; }
 
   // The row groups of `bands`; all of them if none is named.
   std::vector<std::size_t> groups_of(Bands bands) const;
@@ -65,11 +65,9 @@ class SlotBuffers {
   // Gives back the pages past `length`, its tile and its look-ahead.
   void truncate(std::size_t slot, std::size_t group, std::size_t length) noexcept;
   // A fork has the positions that its source still has.
-  void begin_as(std::size_t slot, std::size_t source) {
-    slots_[slot].begins = slots_[source].begins;
-  }
+  void begin_as(std::size_t slot, std::size_t source) { begins_[slot] = begins_[source]; }
   // A row group without positions starts at position 0 again.
-  void begin_anew(std::size_t slot, std::size_t group) { slots_[slot].begins[group] = 0; }
+  void begin_anew(std::size_t slot, std::size_t group) { begins_[slot][group] = 0; }
   // Shows the pages to readers in other processes. Returns what they see of the first range, with
   // a word for each slot. Throws InvalidArgument if the pool is not shareable, DriverError.
   SharedRange* share(const Caller& caller);
@@ -79,18 +77,14 @@ class SlotBuffers {
   void close() noexcept;
 
  private:
-  struct Slot {
-    Buffers buffers;
-    std::vector<std::size_t> begins;
-  };
-
   void reserve(const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller);
 
   const std::shared_ptr<PagePool> pool_;
   const SlotCacheShape shape_;
   std::vector<std::size_t> band_of_layer_;  // band index of each layer
   Buffers ranges_;
-  std::vector<Slot> slots_;
+  std::vector<Buffers> buffers_;                  // [slot]
+  std::vector<std::vector<std::size_t>> begins_;  // [slot]: see begins()
 };
 
 }  // namespace vtensor

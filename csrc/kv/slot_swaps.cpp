@@ -14,9 +14,8 @@ SlotSwaps::SlotSwaps(SlotBuffers& buffers, const SlotLengths& lengths)
     : buffers_(buffers),
       lengths_(lengths),
       driver_(buffers.pool()->driver()),
-      slots_(buffers.shape().slots) {
-  for (Slot& slot : slots_) slot.away.resize(buffers.shape().bands);
-}
+      away_(buffers.shape().slots, std::vector<std::shared_ptr<Swapped>>(buffers.shape().bands)),
+      arriving_(buffers.shape().slots) {}
 
 std::vector<SlotSwaps::Part> SlotSwaps::parts_of(std::span<const std::size_t> slots,
                                                  Bands bands) const {
@@ -137,10 +136,10 @@ void SlotSwaps::swap_out(const Caller& caller, std::span<const std::size_t> slot
   if (group != nullptr) bytes_ += group->head.front().bytes;
   for (const Part& part : parts) {
     bytes_ += part.swapped->memory.front().bytes;
-    Slot& slot = slots_[part.slot];
     for (const std::size_t band : part.bands) {
-      slot.away[band] = part.swapped;
-      std::erase_if(slot.arriving, [band](const Arriving& copy) { return copy.band == band; });
+      away_[part.slot][band] = part.swapped;
+      std::erase_if(arriving_[part.slot],
+                    [band](const Arriving& copy) { return copy.band == band; });
     }
     send_back(part);
   }
@@ -148,10 +147,10 @@ void SlotSwaps::swap_out(const Caller& caller, std::span<const std::size_t> slot
 
 void SlotSwaps::swap_in(const Caller& caller, std::span<const std::size_t> slots, Bands bands) {
   std::vector<Part> parts = parts_of(slots, bands);
-  for (Part& part : parts) part.swapped = slots_[part.slot].away[part.bands.front()];
+  for (Part& part : parts) part.swapped = away_[part.slot][part.bands.front()];
   std::vector<std::list<Arriving>> arriving;
   arriving.reserve(parts.size());
-  arriving_.reserve(arriving_.size() + parts.size());
+  coming_.reserve(coming_.size() + parts.size());
   std::vector<Group*> opened;  // whose pages are here by this call
   opened.reserve(parts.size());
   try {
@@ -170,9 +169,8 @@ void SlotSwaps::swap_in(const Caller& caller, std::span<const std::size_t> slots
   // From here on nothing is refused.
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const Part& part = parts[i];
-    Slot& slot = slots_[part.slot];
-    slot.arriving.splice(slot.arriving.end(), arriving[i]);
-    arriving_.push_back(part.slot);
+    arriving_[part.slot].splice(arriving_[part.slot].end(), arriving[i]);
+    coming_.push_back(part.slot);
     drop(part.slot, part.bands);
     if (lengths_.length(part.slot, part.bands.front()) != 0) continue;
     for (const std::size_t group : part.groups) buffers_.begin_anew(part.slot, group);
@@ -262,7 +260,7 @@ void SlotSwaps::share_again(const Caller& caller, const Part& part) noexcept {
 
 // Releases the host memory of `bands`, and a group's with its last slot.
 void SlotSwaps::drop(std::size_t slot, Bands bands) noexcept {
-  std::vector<std::shared_ptr<Swapped>>& away = slots_[slot].away;
+  std::vector<std::shared_ptr<Swapped>>& away = away_[slot];
   for (const std::size_t band : bands) {
     const std::shared_ptr<Swapped> left = std::exchange(away[band], nullptr);
     if (left == nullptr || std::find(away.begin(), away.end(), left) != away.end()) continue;
@@ -280,16 +278,16 @@ void SlotSwaps::release(std::list<Held>& memory) noexcept {
 
 void SlotSwaps::forget(std::size_t slot) noexcept {
   drop(slot, lengths_.or_all({}));
-  slots_[slot].arriving.clear();
+  arriving_[slot].clear();
 }
 
 void SlotSwaps::settle() noexcept {
-  if (arriving_.empty() && held_.empty()) return;
+  if (coming_.empty() && held_.empty()) return;
   try {
-    std::erase_if(arriving_, [&](std::size_t slot) {
+    std::erase_if(coming_, [&](std::size_t slot) {
       const FencePtr last = last_arrival(slot);
       if (last != nullptr && !driver_.passed(*last)) return false;
-      slots_[slot].arriving.clear();
+      arriving_[slot].clear();
       return true;
     });
     for (auto held = held_.begin(); held != held_.end();) {
@@ -320,42 +318,42 @@ void SlotSwaps::close() noexcept {
 }
 
 bool SlotSwaps::is_away(std::size_t slot, std::optional<std::size_t> layer) const {
-  const std::vector<std::shared_ptr<Swapped>>& away = slots_[slot].away;
+  const std::vector<std::shared_ptr<Swapped>>& away = away_[slot];
   if (layer) return away[buffers_.band_of_layer(*layer)] != nullptr;
   return std::any_of(away.begin(), away.end(), [](const auto& part) { return part != nullptr; });
 }
 
 std::size_t SlotSwaps::shared_positions(std::size_t slot,
                                         std::unordered_set<const void*>& groups) const {
-  const std::shared_ptr<Swapped>& swapped = slots_[slot].away.front();
+  const std::shared_ptr<Swapped>& swapped = away_[slot].front();
   const Group* const group = swapped == nullptr ? nullptr : swapped->group.get();
   if (group == nullptr || (group->pages.empty() && groups.insert(group).second)) return 0;
   return group->length;
 }
 
 FencePtr SlotSwaps::last_arrival(std::size_t slot) const {
-  return slots_[slot].arriving.empty() ? nullptr : slots_[slot].arriving.back().over;
+  return arriving_[slot].empty() ? nullptr : arriving_[slot].back().over;
 }
 
 FencePtr SlotSwaps::copies(std::size_t slot, std::optional<std::size_t> layer) {
   settle();
-  const Slot& it = slots_[slot];
-  if (lengths_.state(slot) == SlotState::swapped) return it.away.front()->copied;
+  if (lengths_.state(slot) == SlotState::swapped) return away_[slot].front()->copied;
   if (!layer) {
     // One fence after copies in both directions: they run in one stream.
     return is_away(slot, layer) ? driver_.fence(driver_.copy_stream()) : last_arrival(slot);
   }
   const std::size_t band = buffers_.band_of_layer(*layer);
-  if (it.away[band] != nullptr) return it.away[band]->copied;
-  for (auto arriving = it.arriving.rbegin(); arriving != it.arriving.rend(); ++arriving) {
-    if (arriving->band == band && arriving->layer <= *layer) return arriving->over;
+  if (away_[slot][band] != nullptr) return away_[slot][band]->copied;
+  const std::list<Arriving>& arriving = arriving_[slot];
+  for (auto copy = arriving.rbegin(); copy != arriving.rend(); ++copy) {
+    if (copy->band == band && copy->layer <= *layer) return copy->over;
   }
   return nullptr;
 }
 
 FencePtr SlotSwaps::arrivals() {
   settle();
-  return arriving_.empty() ? nullptr : driver_.fence(driver_.copy_stream());
+  return coming_.empty() ? nullptr : driver_.fence(driver_.copy_stream());
 }
 
 void SlotSwaps::await_arrival(const Caller& caller, std::size_t slot) {

@@ -50,8 +50,8 @@ class SlotSwaps {
   // are none.
   FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
   // Whether copies of the slot, or of any slot, from host memory may be under way.
-  bool any_arriving() const noexcept { return !arriving_.empty(); }
-  bool is_arriving(std::size_t slot) const noexcept { return !slots_[slot].arriving.empty(); }
+  bool any_arriving() const noexcept { return !coming_.empty(); }
+  bool is_arriving(std::size_t slot) const noexcept { return !arriving_[slot].empty(); }
   // A fence after the copies of all slots that are coming back. Null if there are none.
   FencePtr arrivals();
   // Waits until the slot's copies from host memory have ended. Throws TimedOut.
@@ -95,10 +95,6 @@ class SlotSwaps {
     std::size_t layer, band;
     FencePtr over;
   };
-  struct Slot {
-    std::vector<std::shared_ptr<Swapped>> away;  // for each band: null if it has pages
-    std::list<Arriving> arriving;                // in the order of their copies
-  };
   // A slot, or one band of a slot: what is swapped as a unit.
   struct Part {
     std::size_t slot;
@@ -130,9 +126,10 @@ class SlotSwaps {
   SlotBuffers& buffers_;
   const SlotLengths& lengths_;
   Driver& driver_;
-  std::vector<Slot> slots_;
-  std::vector<std::size_t> arriving_;  // slots with copies from host memory under way
-  std::list<Held> held_;               // memory that no slot needs and copies may still use
+  std::vector<std::vector<std::shared_ptr<Swapped>>> away_;  // [slot][band]: null if it has pages
+  std::vector<std::list<Arriving>> arriving_;                // [slot], in the order of their copies
+  std::vector<std::size_t> coming_;  // slots with copies from host memory under way
+  std::list<Held> held_;             // memory that no slot needs and copies may still use
   std::size_t bytes_ = 0;
 };
 

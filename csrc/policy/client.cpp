@@ -32,9 +32,10 @@ void Generation::reap() noexcept {
 }
 
 Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages,
-               const Words& words)
+               const char* noun, const char* capture_advice)
     : pool_(pool),
-      words_(words),
+      noun_(noun),
+      capture_advice_(capture_advice),
       driver_(pool->driver()),
       shape_(shape),
       range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
@@ -111,7 +112,7 @@ Generation* Client::publish_locked(Interval indices, Interval bytes) {
 bool Client::await_turn(PoolLock& lock, const Caller& caller) {
   if (!busy_ && range_.leaving() == 0) return false;
   const Counted waits(waiting_);
-  const std::string what = text("the mapper's driver call for this ", words_.noun);
+  const std::string what = text("the mapper's driver call for this ", noun_);
   pool_->await(lock, caller.operation, what.c_str(), [this, &lock]() VT_LOCKED {
     if (busy_ || range_.leaving() == 0) return !busy_;
     give_up_ahead();
@@ -239,7 +240,7 @@ void Client::require_no_capture(const Caller& caller) const {
   throw Error("[", caller.operation,
               "] this needs driver calls, and the current stream is being captured into a CUDA "
               "graph: ",
-              words_.capture_advice);
+              capture_advice_);
 }
 
 void Client::raise_error(const char* operation) {

@@ -63,7 +63,6 @@ class Client : public std::enable_shared_from_this<Client> {
   void raise_if_asleep(const char* operation) const;
   // Work in the caller's stream uses the pages: they are unmapped only after that work.
   void use(const Caller& caller);
-  void note(const Caller& caller) VT_LOCKED { work_.note(caller); }
   // The owner leaves: pages are cached, or unmapped as the generations over them end. Never blocks,
   // never throws (I11). Takes effect before the lock is next released. Requires: called once.
   void abandon() noexcept;
@@ -199,13 +198,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // 2^47 bytes are the addresses of a process on x86-64.
   static constexpr std::size_t kMostBytes = std::size_t{1} << 47;
 
-  // For messages: "tensor" or "arena", and advice for users whose capture refuses driver calls.
-  struct Words {
-    const char *noun, *capture_advice;
-  };
-
+  // For messages: `noun` is "tensor" or "arena", `capture_advice` for users whose capture refuses
+  // driver calls.
   Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages,
-         const Words& words);
+         const char* noun, const char* capture_advice);
 
   // As Driver::reserve.
   Address reserve(std::size_t pages, Backed backed);
@@ -241,7 +237,7 @@ class Client : public std::enable_shared_from_this<Client> {
   Generation* publish_locked(Interval indices, Interval bytes = {}) VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
-  const Words words_;
+  const char *const noun_, *const capture_advice_;
   Driver& driver_;
   const RowShape shape_;
   Reservation range_;

@@ -31,10 +31,6 @@ constexpr std::chrono::nanoseconds kLookForAnswer = std::chrono::microseconds(10
 // Pages given to others in one step: the least that is worth a request.
 constexpr std::size_t kPagesAtOnce = 32;
 
-std::string need(const char* operation, std::size_t pages, std::size_t page_size) {
-  return text("[", operation, "] need ", pages, " pages of ", page_size, " bytes, ");
-}
-
 // Whether what it has to give back may bring memory. A client that is asleep has none, and the
 // thread that holds one while it falls asleep or wakes may be the one that asks.
 bool may_settle(const Client& client) { return client.asleep.load() == 0; }
@@ -119,14 +115,19 @@ bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
       }
     } else if (!take_back(lock, request, missing)) {
       trace::event(trace::What::out_of_memory, 0, missing * pool_.page_size());
-      if (in_budget) refuse_beside_reserve(operation, pages);
       refuse(operation, pages, free);
     }
   }
 }
 
 void MakeRoom::refuse(const char* operation, std::size_t pages, std::size_t free) const {
-  const std::string needed = need(operation, pages, pool_.page_size());
+  const std::string needed =
+      text("[", operation, "] need ", pages, " pages of ", pool_.page_size(), " bytes, ");
+  if (free >= pages) {
+    throw ReserveReached(needed, "the device has ", pool_.driver().free_memory(),
+                         " bytes free, of which the pool leaves ", pool_.options().device_reserve,
+                         " to others: free memory, or lower the pool's reserve");
+  }
   if (const Ledger* const ledger = pool_.store().ledger()) {
     throw OutOfPages(needed, "the budget \"", ledger->name(), "\" of ", ledger->limit(),
                      " bytes has ", free, " left: this pool holds ", ledger->held(),
@@ -136,13 +137,6 @@ void MakeRoom::refuse(const char* operation, std::size_t pages, std::size_t free
   }
   throw OutOfPages(needed, "the pool has ", free, " of ", pool_.store().budget(),
                    " free: free tensors or views, or raise the pool's budget");
-}
-
-void MakeRoom::refuse_beside_reserve(const char* operation, std::size_t pages) const {
-  throw ReserveReached(need(operation, pages, pool_.page_size()), "the device has ",
-                       pool_.driver().free_memory(), " bytes free, of which the pool leaves ",
-                       pool_.options().device_reserve,
-                       " to others: free memory, or lower the pool's reserve");
 }
 
 void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes) {

@@ -83,10 +83,9 @@ class MakeRoom {
  private:
   class Request;
 
-  // `free`: pages that the budget has.
+  // `free`: pages that the budget has. If they suffice, it is the reserve that does not allow them.
   [[noreturn]] void refuse(const char* operation, std::size_t pages, std::size_t free) const
       VT_LOCKED;
-  [[noreturn]] void refuse_beside_reserve(const char* operation, std::size_t pages) const;
   // Pages free for a request of `pages`; covered if they suffice.
   std::size_t free_pages(std::size_t pages, std::size_t private_copies) VT_LOCKED;
   // Pages that are free, or will be once what is on its way out has gone; not those of clients that

@@ -95,6 +95,13 @@ void release(Clients& held) noexcept VT_LOCKED {
 
 }  // namespace
 
+void await_copies(PagePool& pool, const char* operation, const char* what) {
+  Driver& driver = pool.driver();
+  const std::chrono::nanoseconds patience = pool.options().patience;
+  if (wait_for(driver, driver.fence(driver.copy_stream()), patience)) return;
+  throw TimedOut(operation, patience, std::string(what) + " has not ended");
+}
+
 // -- falling asleep
 
 std::uint64_t FallAsleep::next_number() {
@@ -354,18 +361,11 @@ void WakeUp::zero() const {
   Driver& driver = pool_->driver();
   const Stream stream = driver.copy_stream();
   for (const SleepPart& part : unclean_) driver.zero(part.at, part.bytes, stream);
-  await_copies("zeroing pages");
-}
-
-void WakeUp::await_copies(const char* what) const {
-  Driver& driver = pool_->driver();
-  const std::chrono::nanoseconds patience = pool_->options().patience;
-  if (wait_for(driver, driver.fence(driver.copy_stream()), patience)) return;
-  throw TimedOut(caller_.operation, patience, std::string(what) + " has not ended");
+  await_copies(*pool_, caller_.operation, "zeroing pages");
 }
 
 void WakeUp::finish(std::span<const std::uint64_t> restored) {
-  await_copies("copying to the device");
+  await_copies(*pool_, caller_.operation, "copying to the device");
   PoolLock lock(pool_);
   try {
     Driver& driver = pool_->driver();
@@ -395,7 +395,7 @@ void WakeUp::undo(PoolLock& lock) noexcept {
   try {
     Driver& driver = pool_->driver();
     const Unlocked unlocked(lock);
-    await_copies("copying to the device");
+    await_copies(*pool_, caller_.operation, "copying to the device");
     unmap(driver, runs_, mapped_);
   } catch (...) {
     return pool_->store().break_down(std::current_exception());

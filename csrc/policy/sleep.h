@@ -42,6 +42,9 @@ struct SleepRun {
 
 using Clients = std::vector<std::shared_ptr<Client>>;
 
+// Waits for the copies launched so far. Throws DriverError, and TimedOut: "`what` has not ended".
+void await_copies(PagePool& pool, const char* operation, const char* what);
+
 class FallAsleep {
  public:
   explicit FallAsleep(const std::shared_ptr<PagePool>& pool) : pool_(pool) {}
@@ -111,7 +114,6 @@ class WakeUp {
   void collect() VT_LOCKED;
   void map(PoolLock& lock) VT_LOCKED;
   void zero() const;
-  void await_copies(const char* what) const;
   // Back to sleep (I8). The pool is broken if the driver does not unmap it, or copies to it do not
   // end.
   void undo(PoolLock& lock) noexcept VT_LOCKED;

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "vmm/pending_work.h"
 
 namespace vtensor {
 
@@ -90,13 +89,6 @@ SleepCopy::SleepCopy(std::shared_ptr<PagePool> pool, const char* operation, Copy
   }
 }
 
-void SleepCopy::await() {
-  Driver& driver = pool_->driver();
-  const std::chrono::nanoseconds patience = pool_->options().patience;
-  if (wait_for(driver, driver.fence(driver.copy_stream()), patience)) return;
-  throw TimedOut(operation_, patience, "a copy has not ended");
-}
-
 std::size_t SleepCopy::step() {
   Driver& driver = pool_->driver();
   try {
@@ -114,14 +106,14 @@ std::size_t SleepCopy::step() {
       ++part_;
       inside_ = 0;
     }
-    await();
+    await_copies(*pool_, operation_, "a copy");
     if (direction_ == CopyDirection::out && part_ == parts_.size()) {
       for (const auto& [number, image] : images_) image->settle(operation_);
     }
   } catch (...) {
     // Copies that were launched before the refusal still use this memory.
     try {
-      await();
+      await_copies(*pool_, operation_, "a copy");
     } catch (...) {
       static_cast<void>(new Images(images_));
     }

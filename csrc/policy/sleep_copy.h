@@ -55,8 +55,6 @@ class SleepCopy {
   std::size_t step();
 
  private:
-  void await();
-
   const std::shared_ptr<PagePool> pool_;
   const char* const operation_;
   const CopyDirection direction_;

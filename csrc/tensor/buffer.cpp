@@ -160,10 +160,9 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
 }
 
 Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages)
-    : Client(pool, shape, row_pages,
-             {"tensor",
-              "grow before the capture, or extend(n) and truncate(length) once so that the pages "
-              "are ready"}) {}
+    : Client(pool, shape, row_pages, "tensor",
+             "grow before the capture, or extend(n) and truncate(length) once so that the pages "
+             "are ready") {}
 
 // -- lengths
 

@@ -46,12 +46,6 @@ struct Buffer::Growing {
   // Pages that unsharing takes now.
   std::size_t fresh() const VT_LOCKED { return count_fresh_pages(range, copy_on_write); }
 
-  // From here on the buffer is busy. Requires: it was not.
-  void begin(PoolLock& lock) VT_LOCKED {
-    busy = std::make_unique<Busy>(buffer, lock, caller);
-    buffer.note(caller);
-  }
-
   // Zeroes and unshares: the driver calls beside mapping new pages.
   void finish(PoolLock& lock) VT_LOCKED {
     if (unordered) buffer.order(caller.stream);
@@ -144,9 +138,10 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
       if (!again) throw;
     }
   }
-  for (Growing& one : all) one.begin(lock);
+  for (Growing& one : all) one.busy = std::make_unique<Busy>(one.buffer, lock, caller);
   std::vector<Reservation::Arrival*> arriving;
   for (Growing& one : all) {
+    one.buffer.work_.note(caller);
     one.arrival.range = &one.range;
     if (one.missing != 0) arriving.push_back(&one.arrival);
   }
@@ -167,7 +162,8 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
     redeem(promised);
   } catch (...) {
     redeem(promised);
-    for (Growing& one : all) one.buffer.note(caller);  // what came goes after the caller's work
+    for (Growing& one : all)
+      one.buffer.work_.note(caller);  // what came goes after the caller's work
     throw;
   }
   // From here on nothing can fail.
