@@ -40,19 +40,6 @@ void wake_up(WakeUp* waking, const std::shared_ptr<PagePool>& pool,
       [&pool](unsigned) { return MakeRoom(*pool).run_shrinkers(); });
 }
 
-// Copies what sleeps or wakes, out to the images of its sleeps or in from them.
-template <typename Sleep>
-std::unique_ptr<SleepCopy> copy(const Sleep& sleep, CopyDirection direction,
-                                SleepCopy::Images images) {
-  return std::make_unique<SleepCopy>(sleep.pool(), direction == CopyDirection::out ? kSleep : kWake,
-                                     direction, sleep.parts(), std::move(images));
-}
-
-template <typename Sleep>
-void give_up(Sleep& sleep) {
-  without_gil([&] { sleep.give_up(); });
-}
-
 std::shared_ptr<SleepImage> image_in_memory(PagePool& pool, std::size_t bytes) {
   const bool pinned = pool.traits().device.type == 2;
   return std::make_shared<SleepImage>(TorchBridge::get().host_memory(
@@ -98,7 +85,8 @@ void bind_sleep(nb::module_& module) {
           [](FallAsleep& falling, const std::shared_ptr<SleepImage>& image) {
             SleepCopy::Images images;
             for (const SleepPart& part : falling.parts()) images.emplace(part.sleep, image);
-            return copy(falling, CopyDirection::out, std::move(images));
+            return std::make_unique<SleepCopy>(falling.pool(), kSleep, CopyDirection::out,
+                                               falling.parts(), std::move(images));
           },
           "image"_a)
       .def("finish", &FallAsleep::finish, released)
@@ -107,7 +95,8 @@ void bind_sleep(nb::module_& module) {
           "__enter__", [](nb::object falling) { return falling; },
           nb::sig("def __enter__(self) -> FallAsleep"))
       .def(
-          "__exit__", [](FallAsleep& falling, const nb::args&) { give_up(falling); },
+          "__exit__",
+          [](FallAsleep& falling, const nb::args&) { without_gil([&] { falling.give_up(); }); },
           nb::sig("def __exit__(self, *raised: object) -> None"));
   nb::class_<WakeUp>(module, "WakeUp")
       .def("__init__", &wake_up, "pool"_a, "numbers"_a)
@@ -116,7 +105,8 @@ void bind_sleep(nb::module_& module) {
       .def(
           "copy",
           [](WakeUp& waking, SleepCopy::Images images) {
-            return copy(waking, CopyDirection::in, std::move(images));
+            return std::make_unique<SleepCopy>(waking.pool(), kWake, CopyDirection::in,
+                                               waking.parts(), std::move(images));
           },
           "images"_a)
       // `restored`: the sleeps whose contents are back.
@@ -130,7 +120,8 @@ void bind_sleep(nb::module_& module) {
           "__enter__", [](nb::object waking) { return waking; },
           nb::sig("def __enter__(self) -> WakeUp"))
       .def(
-          "__exit__", [](WakeUp& waking, const nb::args&) { give_up(waking); },
+          "__exit__",
+          [](WakeUp& waking, const nb::args&) { without_gil([&] { waking.give_up(); }); },
           nb::sig("def __exit__(self, *raised: object) -> None"));
 }
 

@@ -251,13 +251,6 @@ std::size_t TensorCore::checked_capacity(const char* operation, std::int64_t cap
                          " does not hold the length of ", length(), ": raise it");
 }
 
-// The part of the `added` positions to zero: in a forked tensor, what its parent had truncated; in
-// one made by zeros(), also what the tensor itself had there.
-Interval TensorCore::stale_in(Interval added) const {
-  if (buffer_->pool()->zero_policy() == ZeroPolicy::never) return spec_.zeroed ? added : Interval{};
-  return intersection(added, {0, stale_until_});
-}
-
 // Adds `n` positions, or changes nothing. False if `source` is still to be copied there.
 bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n, bool populate,
                       const TensorFacts* source) {
@@ -271,7 +264,11 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
   }
   const Interval before = positions_;
   const Interval after{before.begin, before.end + n};
-  const Interval stale = stale_in({before.end, after.end});
+  // To be zeroed: in a forked tensor, what its parent had truncated; in one made by zeros(), also
+  // what the tensor itself had there.
+  Interval stale = intersection({before.end, after.end}, {0, stale_until_});
+  if (buffer_->pool()->zero_policy() == ZeroPolicy::never)
+    stale = spec_.zeroed ? Interval{before.end, after.end} : Interval{};
   if (!stale.empty() || !buffer_->grow_within(caller, after))
     operation.with_memory([&] { buffer_->grow(caller, after, populate, stale); });
   positions_ = after;

@@ -112,7 +112,6 @@ class TensorCore {
   void drop_positions(nb::handle self, const Caller& caller, std::size_t n, bool front);
   RowShape row_shape(std::size_t capacity) const;
   std::shared_ptr<Buffer> share(const Caller& caller, std::size_t capacity, bool exclusive);
-  Interval stale_in(Interval added) const;
   trace::Span traced(trace::What what, std::size_t first, std::size_t n) const;
   void require_room(const char* operation, std::size_t n) const;
   std::size_t checked_capacity(const char* operation, std::int64_t capacity) const;

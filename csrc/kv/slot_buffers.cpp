@@ -12,13 +12,6 @@ namespace vtensor {
 
 namespace {
 
-SlotCacheShape with_all_contents(SlotCacheShape shape) {
-  for (RowGroup& group : shape.row_groups) {
-    if (group.contents.empty()) group.contents.resize(group.rows);
-  }
-  return shape;
-}
-
 // Reports of faults in a row group: which layer, slot and token, and why.
 class SlotFaults final : public faults::Range {
  public:
@@ -89,7 +82,7 @@ class SlotFaults final : public faults::Range {
 SlotBuffers::SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
                          const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller)
     : pool_(pool),
-      shape_(with_all_contents(std::move(shape))),
+      shape_(std::move(shape)),
       buffers_(shape_.slots, Buffers(groups())),
       begins_(shape_.slots, std::vector<std::size_t>(groups())) {
   for (const RowGroup& group : shape_.row_groups) {

@@ -88,7 +88,7 @@ SlotCache::Need SlotCache::need(std::span<const std::int64_t> lengths, Bands ban
 // unmapped.
 MakeRoom::Spare SlotCache::given_up() const {
   MakeRoom::Spare given = MakeRoom(*pool_).spare();
-  const bool read = buffers_.all().front()->range().is_read();
+  const bool read = buffers_.range(0)->range().is_read();
   for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) {
     const std::size_t pages = buffer->pages_coming({0, buffer->range().reserved()});
     given.pages += pages;

@@ -68,6 +68,14 @@ class HostBytes {
   std::shared_ptr<std::atomic<std::size_t>> live_ = std::make_shared<std::atomic<std::size_t>>(0);
 };
 
+// Without contents, each row has K of layer 0.
+inline SlotCacheShape with_contents(SlotCacheShape shape) {
+  for (RowGroup& group : shape.row_groups) {
+    if (group.contents.empty()) group.contents.resize(group.rows);
+  }
+  return shape;
+}
+
 template <class T>
 class Bench {
  public:
@@ -236,7 +244,7 @@ class Bench {
  private:
   Bench(std::shared_ptr<PagePool> from, SlotCacheShape shape, bool is_alone)
       : pool(std::move(from)),
-        cache(new SlotCache(pool, std::move(shape), kCaller)),
+        cache(new SlotCache(pool, with_contents(std::move(shape)), kCaller)),
         alone(is_alone) {}
   static std::uint32_t mark_of(std::size_t group, std::size_t row, std::uint32_t number) {
     return number * 64 + static_cast<std::uint32_t>(group * 16 + row);

@@ -401,7 +401,7 @@ TEST_CASE_TEMPLATE("pools", T, OnHost, OnSimulation) {
 
 TEST_CASE_TEMPLATE("slots", T, OnHost, OnSimulation) {
   for (const std::size_t lookahead : {std::size_t{0}, std::size_t{8}}) {
-    const SlotCacheShape shape{4, 64, 1, lookahead, {{2, 1024, 0}, {1, 2048, 16}}};
+    const SlotCacheShape shape{4, 64, 1, lookahead, {{2, 1024, 0, {{}, {}}}, {1, 2048, 16, {{}}}}};
     const auto open = [shape](Bench& bench) {
       bench.cache = std::make_shared<SlotCache>(bench.pool, shape, kCaller);
     };
