@@ -181,7 +181,7 @@ class BlocksCore {
   }
   std::vector<bool> whole(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.whole", numbers);
-    return as_bools(core_.run("Blocks.whole", {}, [&](Arena& arena, const Caller& caller) {
+    return as_bools(core_.run("Blocks.whole", {}, [&](Arena& arena, const Caller&) {
       return blocks_.whole(arena, all);
     }));
   }

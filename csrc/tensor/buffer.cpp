@@ -169,7 +169,10 @@ Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
 void Buffer::set_positions(Interval positions) {
   positions_ = positions;
   if (row_faults_ != nullptr) row_faults_->follow(positions, owned_);
-  if (range_.shared() && !placed()) show(intersection(shown(), positions));
+  if (range_.shared() && !placed()) {
+    const SharedRange& shown = *range_.shared();
+    show(intersection({shown.word(0), shown.word(1)}, positions));
+  }
 }
 
 void Buffer::assign(Interval positions, Interval extent) {
@@ -392,10 +395,6 @@ std::size_t Buffer::writable_until(std::size_t position) const {
 
 void Buffer::show_positions() {
   if (range_.shared()) show(positions_);
-}
-
-Interval Buffer::shown() const noexcept {
-  return {range_.shared()->word(0), range_.shared()->word(1)};
 }
 
 void Buffer::show(Interval positions) noexcept {

@@ -216,8 +216,7 @@ class Buffer final : public Client {
   }
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   void set_positions(Interval positions) VT_LOCKED;
-  // The positions that readers in other processes see.
-  Interval shown() const noexcept;
+  // Has readers in other processes see these positions.
   void show(Interval positions) noexcept;
   // Sets the owner's positions and extent. Requires: its pages are mapped.
   void assign(Interval positions, Interval extent) VT_LOCKED;
