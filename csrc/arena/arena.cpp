@@ -85,14 +85,7 @@ std::size_t Arena::pages_for(const PagePool& pool, std::size_t bytes, const Call
 }
 
 void Arena::open(std::optional<std::uint64_t> owner, Backed backed, const Caller& caller) {
-  auto report = std::make_unique<ByteFaults>(bytes(), noun_, hole_);
-  const Address base = reserve(range_.row_pages(), backed);
-  PoolLock lock(pool_);
-  pool_->reap();
-  const std::uint64_t own = join(base, std::move(report), caller);
-  range_.set_owner(owner.value_or(own));
-  is_tensor_ = !owner.has_value();
-  if (owner) range_.stitch();
+  Client::open(caller, std::make_unique<ByteFaults>(bytes(), noun_, hole_), backed, owner);
 }
 
 void Arena::have_uses(std::span<const Interval> pages) {

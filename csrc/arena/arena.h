@@ -77,8 +77,7 @@ class Arena : public Client {
   // CapacityExceeded.
   Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, const Caller& caller,
         const char* noun, const char* hole);
-  // Reserves the addresses and joins the pool. Pages may move between arenas of one `owner` without
-  // zeroing (I7); without one, it is an owner of its own. Throws DriverError.
+  // As Client::open. Throws DriverError.
   void open(std::optional<std::uint64_t> owner, Backed backed, const Caller& caller);
 
  private:

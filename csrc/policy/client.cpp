@@ -41,36 +41,40 @@ Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
       range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
       work_(driver_) {}
 
-Address Client::reserve(std::size_t pages, Backed backed) {
+void Client::open(const Caller& caller, std::unique_ptr<faults::Range> report, Backed backed,
+                  std::optional<std::uint64_t> owner) {
   backed_ = backed;
+  const std::size_t pages = range_.row_pages() * range_.rows();
+  Address base = 0;
   try {
-    return driver_.reserve(pages, backed);
+    base = driver_.reserve(pages, backed);
   } catch (const DeviceOutOfMemory&) {
-    // The page of zeros is none of the pool's, so the memory of a spare one goes back for it.
-    PoolLock lock(pool_);
-    pool_->store().release(lock, 1);
+    {
+      // The page of zeros is none of the pool's, so the memory of a spare one goes back for it.
+      PoolLock lock(pool_);
+      pool_->store().release(lock, 1);
+    }
+    base = driver_.reserve(pages, backed);
   }
-  return driver_.reserve(pages, backed);
-}
-
-std::uint64_t Client::join(Address base, std::unique_ptr<faults::Range> report,
-                           const Caller& caller) {
+  const PoolLock lock(pool_);
+  pool_->reap();
   std::uint64_t id = 0;
   try {
     work_.note(caller);
     id = pool_->add(this);
   } catch (...) {
     try {
-      driver_.free_range(base, range_.row_pages() * range_.rows());
+      driver_.free_range(base, pages);
     } catch (const std::exception&) {
       // Left to the driver's end.
     }
     throw;
   }
   known_ = faults::know(std::move(report), base, range_.bytes(), !pool_->traits().device.on_host());
-  range_.begin(base, id);
+  range_.begin(base, owner.value_or(id));
+  if (owner) range_.stitch();
+  is_tensor_ = !owner;
   reserved_ = true;
-  return id;
 }
 
 void Client::use(const Caller& caller) {

@@ -203,12 +203,11 @@ class Client : public std::enable_shared_from_this<Client> {
   Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages,
          const char* noun, const char* capture_advice);
 
-  // As Driver::reserve.
-  Address reserve(std::size_t pages, Backed backed);
-  // Joins the pool with the addresses reserved for its rows. Returns its id, which owns the pages.
-  // `report`: what reports of faults say of them.
-  std::uint64_t join(Address base, std::unique_ptr<faults::Range> report, const Caller& caller)
-      VT_LOCKED;
+  // Reserves the addresses of its rows, as Driver::reserve, and joins the pool. `report`: what
+  // reports of faults say of them. Pages may move between clients of one `owner` without zeroing
+  // (I7); without one, it is an owner of its own. Takes the lock.
+  void open(const Caller& caller, std::unique_ptr<faults::Range> report, Backed backed,
+            std::optional<std::uint64_t> owner = {});
 
   // Pages were unmapped, or their unmapping was refused.
   virtual void enter_back(const Reservation::Departure& departure) VT_LOCKED;

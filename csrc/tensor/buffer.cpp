@@ -129,11 +129,9 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
     buffer->row_faults_ = row_faults.get();
     report = std::move(row_faults);
   }
-  const Address base =
-      buffer->reserve(*pages, {.first = backed_pages, .every = backed_rows * row_pages});
-  PoolLock lock(pool);
-  pool->reap();
-  buffer->join(base, std::move(report), caller);
+  buffer->open(caller, std::move(report),
+               {.first = backed_pages, .every = backed_rows * row_pages});
+  const PoolLock lock(pool);
   ++pool->counted.tensors_fresh;
   return buffer;
 }
