@@ -83,11 +83,10 @@ class CudaCalls : public CudaApi {
   // be made, and DriverError if the context is in error or a stream of it is being captured.
   void synchronize(const char* operation);
 
-  // What the parts of the CUDA driver work on. It is known once the driver is open.
-  int device = 0;               // its number in this process
-  CUmemLocation location{};     // of its memory
-  CUcontext context = nullptr;  // the device's primary one, which PyTorch uses too
-  std::size_t page_size = 0;
+  // What the CUDA driver works on. It is known once the driver is open.
+  int device = 0;                       // its number in this process
+  CUmemLocation location{};             // of its memory
+  CUcontext context = nullptr;          // the device's primary one, which PyTorch uses too
   std::chrono::milliseconds timeout{};  // of a wait for the device
 
  private:

@@ -1,9 +1,11 @@
-#include "driver/cuda_copies.h"
-
+// Copies between pages, and their zeroing, are made on the side stream, after the fences of what
+// wrote them.
 #include <algorithm>
 #include <chrono>
 #include <exception>
 #include <vector>
+
+#include "driver/cuda_driver.h"
 
 namespace vtensor {
 namespace {
@@ -14,25 +16,53 @@ constexpr std::size_t kScratchPages = 32;
 
 }  // namespace
 
-bool CudaCopies::close() {
-  if (launched_ && !streams_.side_is_idle()) return false;
+void CudaDriver::zero(Address at, std::size_t bytes, Stream stream) {
+  if (bytes == 0) return;
+  const RelaxedCapture relaxed(cuda_, "zero");
+  const PrimaryContext context(cuda_, "zero");
+  refuse_capture("zero", stream);
+  cuda_.require_at("zero", cuda_.cuMemsetD8Async, at, bytes, at, 0, bytes, handle_of(stream));
+}
+
+void CudaDriver::copy(CopyDirection direction, Address at, void* memory, std::size_t bytes,
+                      Stream stream) {
+  const RelaxedCapture relaxed(cuda_, "copy");
+  const PrimaryContext context(cuda_, "copy");
+  const CUstream in = handle_of(stream);
+  switch (direction) {
+    case CopyDirection::out:
+      cuda_.require_at("copy", cuda_.cuMemcpyDtoHAsync, at, bytes, memory, at, bytes, in);
+      break;
+    case CopyDirection::in:
+      cuda_.require_at("copy", cuda_.cuMemcpyHtoDAsync, at, bytes, at, memory, bytes, in);
+      break;
+    case CopyDirection::within:
+      cuda_.require_at("copy", cuda_.cuMemcpyDtoDAsync, at, bytes, at,
+                       reinterpret_cast<Address>(memory), bytes, in);
+  }
+}
+
+// False if a copy still runs: what it writes stays mapped for good. An unknown answer is that.
+bool CudaDriver::close_copies() {
+  if (launched_ && cuda_.call(cuda_.cuStreamQuery, handle_of(side_stream_)) != CUDA_SUCCESS)
+    return false;
   try {
     release_scratch();
-    if (scratch_ != 0) mappings_.free_range(scratch_, kScratchPages);
+    if (scratch_ != 0) free_range(scratch_, kScratchPages);
   } catch (const DriverError&) {
     // Left to the end of the mappings.
   }
   return true;
 }
 
-void CudaCopies::copy(std::span<const PageCopy> copies, std::span<const FencePtr> after) {
+void CudaDriver::copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) {
   if (copies.empty()) return;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(scratch_mutex_);
   const auto deadline = std::chrono::steady_clock::now() + cuda_.timeout;
   const RelaxedCapture relaxed(cuda_, kOperation);
   const PrimaryContext context(cuda_, kOperation);
   for (const FencePtr& fence : after) {
-    if (fence != nullptr) streams_.let_wait(kOperation, streams_.side(), *fence);
+    if (fence != nullptr) let_wait(kOperation, side_stream_, *fence);
   }
   while (!copies.empty()) {
     const std::size_t n = std::min(copies.size(), kScratchPages);
@@ -41,8 +71,8 @@ void CudaCopies::copy(std::span<const PageCopy> copies, std::span<const FencePtr
   }
 }
 
-void CudaCopies::copy_some(std::span<const PageCopy> copies, Deadline deadline) {
-  if (scratch_ == 0) scratch_ = mappings_.reserve(kScratchPages);
+void CudaDriver::copy_some(std::span<const PageCopy> copies, Deadline deadline) {
+  if (scratch_ == 0) scratch_ = reserve_range(kScratchPages);
   await_launched(copies, deadline);  // by an earlier call that gave up
   release_scratch();
   std::vector<Handle> to;
@@ -50,11 +80,11 @@ void CudaCopies::copy_some(std::span<const PageCopy> copies, Deadline deadline) 
   const PageRun run{scratch_, to};
   std::exception_ptr refusal;
   try {
-    mappings_.map(kOperation, {&run, 1}, Access::writable, mapped_);
+    map_for(kOperation, {&run, 1}, Access::writable, mapped_);
     Address at = scratch_;
     for (const PageCopy& copy : copies) {
-      const CUstream side = handle_of(streams_.side());
-      const std::size_t bytes = cuda_.page_size;
+      const CUstream side = handle_of(side_stream_);
+      const std::size_t bytes = traits_.page_size;
       if (copy.from == kZeros) {
         cuda_.require_at(kOperation, cuda_.cuMemsetD8Async, at, bytes, at, 0, bytes, side);
       } else {
@@ -78,12 +108,12 @@ void CudaCopies::copy_some(std::span<const PageCopy> copies, Deadline deadline) 
 }
 
 // Throws TimedOut if what was launched may still run. Asks again if that is refused.
-void CudaCopies::await_launched(std::span<const PageCopy> copies, Deadline deadline) {
+void CudaDriver::await_launched(std::span<const PageCopy> copies, Deadline deadline) {
   if (!launched_) return;
   std::string found;
   for (int asked = 0; asked < 2; ++asked) {
     try {
-      launched_ = !streams_.side_ends(kOperation, deadline);
+      launched_ = !side_ends(kOperation, deadline);
       if (!launched_) return;
       found = text("the device did not finish within ", cuda_.timeout.count(), " ms");
     } catch (const std::exception& refusal) {
@@ -97,9 +127,9 @@ void CudaCopies::await_launched(std::span<const PageCopy> copies, Deadline deadl
                  "the copies may still write is not used again");
 }
 
-void CudaCopies::release_scratch() {
+void CudaDriver::release_scratch() {
   if (mapped_ == 0) return;
-  mappings_.unmap(kOperation, scratch_, mapped_);
+  unmap_for(kOperation, scratch_, mapped_);
   mapped_ = 0;
 }
 

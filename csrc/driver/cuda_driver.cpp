@@ -1,12 +1,10 @@
-// Pages of an NVIDIA GPU: one cuMemCreate allocation a page, mapped with CUDA's virtual memory
-// management.
+#include "driver/cuda_driver.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <iterator>
-#include <mutex>
 #include <optional>
-#include <set>
 #include <utility>
 
 #include "base/align.h"
@@ -14,91 +12,18 @@
 #include "base/errors.h"
 #include "base/make_node.h"
 #include "base/process.h"
-#include "driver/cuda_calls.h"
-#include "driver/cuda_copies.h"
-#include "driver/cuda_mappings.h"
-#include "driver/cuda_streams.h"
-#include "driver/driver.h"
 
 namespace vtensor {
 namespace {
 
 constexpr std::size_t kDefaultPageSize = std::size_t{2} << 20;
 
-class CudaDriver final : public Driver {
- public:
-  explicit CudaDriver(const CudaOptions& options) : cuda_(options.library, meter_) {}
-  ~CudaDriver() override;
+CUmemAllocationHandleType handle_type(ExportKind kind) {
+  return kind == ExportKind::fabric ? CU_MEM_HANDLE_TYPE_FABRIC
+                                    : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+}
 
-  void open(const CudaOptions& options);
-
-  Address reserve(std::size_t pages, Backed backed) override;
-  void free_range(Address range, std::size_t pages) override {
-    if (!in_forked_child()) mappings_.free_range(range, pages);
-  }
-  Handle create(std::size_t n) override;
-  void destroy(Handle first, std::size_t n) override;
-  void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) override {
-    mappings_.map("map", runs, access, mapped);
-  }
-  void unmap(Address at, std::size_t n) override {
-    if (!in_forked_child()) mappings_.unmap("unmap", at, n);
-  }
-  void remap(Address at, std::span<const Handle> from, Access from_access,
-             std::span<const Handle> to, Access to_access) override {
-    mappings_.remap(at, from, from_access, to, to_access);
-  }
-  void zero(Address at, std::size_t bytes, Stream stream) override;
-  void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) override {
-    copies_.copy(copies, after);
-  }
-  void populate(Address, std::size_t) override {}  // memory comes with cuMemCreate
-  // No fault unshares pages here.
-  void find_private_copies(Address, std::span<std::uint8_t>) override {}
-  std::size_t free_memory() override;
-  ExportedPage export_page(Handle handle) override;
-  Handle import_page(const ExportedPage& page, ExportKind kind) override;
-
-  void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes,
-            Stream stream) override;
-  FencePtr fence(Stream stream) override { return streams_.fence(stream); }
-  bool passed(const Fence& fence) override { return streams_.passed(fence); }
-  void order(Stream stream, const Fence& fence) override { streams_.order(stream, fence); }
-  bool capturing(const char* operation, Stream stream) override {
-    return streams_.capturing(operation, stream);
-  }
-  void keep_for_graph(Stream stream, void (*release)(void*), void* argument) override {
-    streams_.keep_for_graph(stream, release, argument);
-  }
-
- private:
-  void back_holes(std::span<const Address> pages);
-  // `record` was allocated before the call that made the handle.
-  Handle enter(std::set<Handle>::node_type record, Handle handle) {
-    record.value() = handle;
-    const std::lock_guard lock(records_);
-    handles_.insert(std::move(record));
-    return handle;
-  }
-  std::size_t granularity(CUmemAllocationGranularity_flags kind);
-  int attribute(CUdevice_attribute which);
-  void find_device(const CudaOptions& options);
-  void choose_exports();
-  bool probe_exports();
-  bool close();
-
-  CudaCalls cuda_;
-  CudaMappings mappings_{cuda_};
-  CudaStreams streams_{cuda_};
-  CudaCopies copies_{cuda_, mappings_, streams_};
-  CUmemAllocationProp properties_{};
-
-  std::mutex records_;  // guards the handles
-  std::set<Handle> handles_;
-  std::mutex backing_;  // guards the page of zeros
-  Handle zeros_ = 0;    // no pool ever gets it (I7)
-  bool are_zeros_ = false;
-};
+}  // namespace
 
 void CudaDriver::open(const CudaOptions& options) {
   const CUresult started = cuda_.call(cuda_.cuInit, 0u);
@@ -130,7 +55,9 @@ void CudaDriver::open(const CudaOptions& options) {
       throw InvalidArgument("[Pool] rdma=True was asked for, cuda:", cuda_.device,
                             " makes no memory for GPUDirect RDMA: leave it out");
     properties_.allocFlags.gpuDirectRDMACapable = 1;
-    mappings_.leave_writable();
+    // Driver 580 refuses to map memory for RDMA again (CUDA_ERROR_UNKNOWN) once a mapping of it
+    // became the only writable one after its first mapping went.
+    leaves_writable_.store(true, std::memory_order_relaxed);
   }
 
   traits_.name = "cuda";
@@ -146,7 +73,6 @@ void CudaDriver::open(const CudaOptions& options) {
                           traits_.granularity, " bytes: ask for one of these");
   }
 
-  cuda_.page_size = traits_.page_size;
   cuda_.timeout = options.timeout;
   // Two steps: the destructor gives back what cuda_.context holds.
   CUcontext context = nullptr;
@@ -155,9 +81,7 @@ void CudaDriver::open(const CudaOptions& options) {
   // Less a tenth, for what cannot wait until we give memory back: modules that are loaded lazily,
   // workspaces of libraries, torch's own cache.
   traits_.available = free_memory() / 10 * 9;
-  streams_.open();
-  side_stream_ = streams_.side();
-  copy_stream_ = streams_.copies();
+  open_streams();
   if (options.uuid != DeviceUuid{}) return;  // a reader makes no pages of its own
   if (options.shareable) choose_exports();
 }
@@ -189,21 +113,14 @@ void CudaDriver::find_device(const CudaOptions& options) {
 // Fabric handles first: they take no descriptors. A device may have the attribute and refuse to
 // make, export or import them all the same, where no IMEX channel is set up.
 void CudaDriver::choose_exports() {
-  struct Choice {
-    ExportKind kind;
-    CUmemAllocationHandleType type;
-    CUdevice_attribute attribute;
-  };
-  static constexpr Choice kChoices[] = {
-      {ExportKind::fabric, CU_MEM_HANDLE_TYPE_FABRIC,
-       CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED},
-      {ExportKind::descriptors, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-       CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED},
-  };
-  for (const Choice& choice : kChoices) {
-    if (!attribute(choice.attribute)) continue;
-    properties_.requestedHandleTypes = choice.type;
-    traits_.exports = choice.kind;
+  for (const ExportKind kind : {ExportKind::fabric, ExportKind::descriptors}) {
+    if (!attribute(kind == ExportKind::fabric
+                       ? CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+                       : CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)) {
+      continue;
+    }
+    properties_.requestedHandleTypes = handle_type(kind);
+    traits_.exports = kind;
     if (probe_exports()) return;
     traits_.exports = ExportKind::none;
   }
@@ -255,19 +172,19 @@ CudaDriver::~CudaDriver() {
 
 // False if work still runs, which needs the context and what is mapped.
 bool CudaDriver::close() {
-  bool over = copies_.close();
+  bool over = close_copies();
   // The core waited for the fences of what it unmapped. The ranges that are left are those of a
   // broken pool, and what runs there is not known.
   try {
-    if (over && mappings_.any()) cuda_.synchronize("close");
+    if (over && has_ranges()) cuda_.synchronize("close");
   } catch (const DriverError&) {
     // As above.
   } catch (const std::exception&) {  // timed out, or no thread to wait in: work may still run
     over = false;
   }
-  if (over) mappings_.close();
+  if (over) close_mappings();
   for (const Handle handle : handles_) cuda_.call(cuda_.cuMemRelease, handle);
-  streams_.close();
+  close_streams();
   return over;
 }
 
@@ -281,6 +198,14 @@ std::size_t CudaDriver::granularity(CUmemAllocationGranularity_flags kind) {
   std::size_t bytes = 0;
   cuda_.require("open", cuda_.cuMemGetAllocationGranularity, &bytes, &properties_, kind);
   return bytes;
+}
+
+// `record` was allocated before the call that made the handle.
+Handle CudaDriver::enter(std::set<Handle>::node_type record, Handle handle) {
+  record.value() = handle;
+  const std::lock_guard lock(handles_mutex_);
+  handles_.insert(std::move(record));
+  return handle;
 }
 
 Handle CudaDriver::create(std::size_t) {
@@ -305,19 +230,19 @@ void CudaDriver::destroy(Handle handle, std::size_t) {
   const RelaxedCapture relaxed(cuda_, "destroy");
   std::set<Handle>::node_type record;
   {
-    const std::lock_guard lock(records_);
+    const std::lock_guard lock(handles_mutex_);
     record = handles_.extract(handle);  // from here on it is not exported
   }
   const CUresult code = cuda_.call_at(cuda_.cuMemRelease, 0, traits_.page_size, handle);
   if (code == CUDA_SUCCESS) return;
-  const std::lock_guard lock(records_);
+  const std::lock_guard lock(handles_mutex_);
   handles_.insert(std::move(record));
   cuda_.check("destroy", Call::cuMemRelease, code);
 }
 
 ExportedPage CudaDriver::export_page(Handle handle) {
   const RelaxedCapture relaxed(cuda_, "export_page");
-  const std::lock_guard lock(records_);
+  const std::lock_guard lock(handles_mutex_);
   if (!handles_.contains(handle))
     throw Error("[driver.export_page] page ", handle, " was asked for, which is no page any more");
   ExportedPage page;
@@ -331,62 +256,14 @@ ExportedPage CudaDriver::export_page(Handle handle) {
 Handle CudaDriver::import_page(const ExportedPage& page, ExportKind kind) {
   const RelaxedCapture relaxed(cuda_, "import_page");
   auto fabric = page.fabric;
-  const bool is_fabric = kind == ExportKind::fabric;
-  void* const name = is_fabric
+  void* const name = kind == ExportKind::fabric
                          ? static_cast<void*>(fabric.data())
                          : reinterpret_cast<void*>(static_cast<std::intptr_t>(page.descriptor));
   CUmemGenericAllocationHandle handle = 0;
   auto record = make_node<std::set<Handle>>();
-  cuda_.require_at(
-      "import_page", cuda_.cuMemImportFromShareableHandle, 0, traits_.page_size, &handle, name,
-      is_fabric ? CU_MEM_HANDLE_TYPE_FABRIC : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  cuda_.require_at("import_page", cuda_.cuMemImportFromShareableHandle, 0, traits_.page_size,
+                   &handle, name, handle_type(kind));
   return enter(std::move(record), handle);
-}
-
-Address CudaDriver::reserve(std::size_t pages, Backed backed) {
-  const Address range = mappings_.reserve(pages);
-  if (backed.first == 0) return range;
-  try {
-    std::vector<Address> holes;
-    for (std::size_t i = 0; i < pages; i += backed.every) {
-      for (std::size_t page = i; page < i + backed.first; ++page)
-        holes.push_back(range + page * traits_.page_size);
-    }
-    back_holes(holes);
-  } catch (...) {
-    try {
-      mappings_.free_range(range, pages);
-    } catch (const DriverError&) {
-      // Left to the driver's end.
-    }
-    throw;
-  }
-  return range;
-}
-
-// Keeps the page of zeros at these pages, if this device needs one.
-void CudaDriver::back_holes(std::span<const Address> pages) {
-  const RelaxedCapture relaxed(cuda_, "reserve");
-  const PrimaryContext context(cuda_, "reserve");
-  CUdeviceptr pointer = 0;
-  if (cuda_.call(cuda_.cuPointerGetAttribute, &pointer, CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
-                 pages.front()) == CUDA_SUCCESS) {
-    return;  // this device gives kernels addresses that are only reserved
-  }
-  const std::lock_guard lock(backing_);
-  // A call after a refused one goes on with what there is.
-  if (zeros_ == 0) zeros_ = create(1);
-  if (!are_zeros_) copies_.zero(zeros_);
-  are_zeros_ = true;
-  mappings_.back_holes(zeros_, pages);
-}
-
-void CudaDriver::zero(Address at, std::size_t bytes, Stream stream) {
-  if (bytes == 0) return;
-  const RelaxedCapture relaxed(cuda_, "zero");
-  const PrimaryContext context(cuda_, "zero");
-  streams_.refuse_capture("zero", stream);
-  cuda_.require_at("zero", cuda_.cuMemsetD8Async, at, bytes, at, 0, bytes, handle_of(stream));
 }
 
 std::size_t CudaDriver::free_memory() {
@@ -396,26 +273,6 @@ std::size_t CudaDriver::free_memory() {
   cuda_.require("free_memory", cuda_.cuMemGetInfo, &free, &total);
   return free;
 }
-
-void CudaDriver::copy(CopyDirection direction, Address at, void* memory, std::size_t bytes,
-                      Stream stream) {
-  const RelaxedCapture relaxed(cuda_, "copy");
-  const PrimaryContext context(cuda_, "copy");
-  const CUstream in = handle_of(stream);
-  switch (direction) {
-    case CopyDirection::out:
-      cuda_.require_at("copy", cuda_.cuMemcpyDtoHAsync, at, bytes, memory, at, bytes, in);
-      break;
-    case CopyDirection::in:
-      cuda_.require_at("copy", cuda_.cuMemcpyHtoDAsync, at, bytes, at, memory, bytes, in);
-      break;
-    case CopyDirection::within:
-      cuda_.require_at("copy", cuda_.cuMemcpyDtoDAsync, at, bytes, at,
-                       reinterpret_cast<Address>(memory), bytes, in);
-  }
-}
-
-}  // namespace
 
 std::unique_ptr<Driver> make_cuda_driver(const CudaOptions& options) {
   refuse_in_forked_child("Pool");

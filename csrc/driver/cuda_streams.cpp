@@ -1,5 +1,5 @@
-#include "driver/cuda_streams.h"
-
+// A fence is a CUDA event. Events are made once and serve one fence after the other, so that a
+// fence costs one cuEventRecord.
 #include <algorithm>
 #include <atomic>
 #include <mutex>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/process.h"
+#include "driver/cuda_driver.h"
 
 namespace vtensor {
 
@@ -89,29 +90,28 @@ void release_kept(void* pointer) {
 
 }  // namespace
 
-CudaStreams::CudaStreams(CudaCalls& cuda) : cuda_(cuda), events_(std::make_shared<CudaEvents>()) {}
-
-void CudaStreams::open() {
+void CudaDriver::open_streams() {
+  events_ = std::make_shared<CudaEvents>();
   const PrimaryContext context(cuda_, "open");
   // Non-blocking: neither they nor the legacy default stream wait for the other.
-  for (CUstream* ours : {&side_, &copies_}) {
+  for (Stream* ours : {&side_stream_, &copy_stream_}) {
     CUstream made = nullptr;  // a refused call may leave anything in it
     cuda_.require("open", cuda_.cuStreamCreate, &made, CU_STREAM_NON_BLOCKING);
-    *ours = made;
+    *ours = reinterpret_cast<Stream>(made);
   }
 }
 
-void CudaStreams::close() {
+// In relaxed capture. Fences may live on.
+void CudaDriver::close_streams() {
   // Events and streams may still be in use on the device: CUDA then frees them later.
+  if (events_ == nullptr) return;
   for (const CUevent event : events_->all()) cuda_.call(cuda_.cuEventDestroy, event);
-  for (const CUstream ours : {side_, copies_}) {
-    if (ours != nullptr) cuda_.call(cuda_.cuStreamDestroy, ours);
+  for (const Stream ours : {side_stream_, copy_stream_}) {
+    if (ours != 0) cuda_.call(cuda_.cuStreamDestroy, handle_of(ours));
   }
 }
 
-bool CudaStreams::side_is_idle() { return cuda_.call(cuda_.cuStreamQuery, side_) == CUDA_SUCCESS; }
-
-FencePtr CudaStreams::fence(Stream stream) {
+FencePtr CudaDriver::fence(Stream stream) {
   const RelaxedCapture relaxed(cuda_, "fence");
   const PrimaryContext context(cuda_, "fence");
   refuse_capture("fence", stream);
@@ -122,7 +122,7 @@ FencePtr CudaStreams::fence(Stream stream) {
   return fence;
 }
 
-FencePtr CudaStreams::record(const char* operation, Stream stream) {
+FencePtr CudaDriver::record(const char* operation, Stream stream) {
   const auto fence =
       std::make_shared<CudaFence>(events_);  // first: no event is lost without memory
   fence->event = events_->take();
@@ -137,13 +137,13 @@ FencePtr CudaStreams::record(const char* operation, Stream stream) {
   return fence;
 }
 
-bool CudaStreams::passed(const Fence& fence) {
+bool CudaDriver::passed(const Fence& fence) {
   if (cuda_fence(fence).passed.load(std::memory_order_acquire)) return true;
   const RelaxedCapture relaxed(cuda_, "passed");
   return query("passed", fence);
 }
 
-bool CudaStreams::query(const char* operation, const Fence& fence) {
+bool CudaDriver::query(const char* operation, const Fence& fence) {
   const CudaFence& it = cuda_fence(fence);
   const CUresult code = cuda_.call(cuda_.cuEventQuery, it.event);
   if (code == CUDA_ERROR_NOT_READY) return false;
@@ -152,8 +152,9 @@ bool CudaStreams::query(const char* operation, const Fence& fence) {
   return true;
 }
 
-bool CudaStreams::side_ends(const char* operation, Deadline deadline) {
-  const FencePtr fence = record(operation, side());
+// Waits for what was launched on the side stream. False if it has not ended by `deadline`.
+bool CudaDriver::side_ends(const char* operation, Deadline deadline) {
+  const FencePtr fence = record(operation, side_stream_);
   constexpr std::chrono::microseconds kLongest{500};
   std::chrono::microseconds pause{5};  // about what a page takes to copy
   while (!query(operation, *fence)) {
@@ -164,14 +165,14 @@ bool CudaStreams::side_ends(const char* operation, Deadline deadline) {
   return true;
 }
 
-void CudaStreams::order(Stream stream, const Fence& fence) {
+void CudaDriver::order(Stream stream, const Fence& fence) {
   if (cuda_fence(fence).passed.load(std::memory_order_acquire)) return;
   const PrimaryContext context(cuda_, "order");
   refuse_capture("order", stream);
   let_wait("order", stream, fence);
 }
 
-void CudaStreams::let_wait(const char* operation, Stream stream, const Fence& fence) {
+void CudaDriver::let_wait(const char* operation, Stream stream, const Fence& fence) {
   cuda_.require(operation, cuda_.cuStreamWaitEvent, handle_of(stream), cuda_fence(fence).event,
                 CU_EVENT_WAIT_DEFAULT);
 }
@@ -179,7 +180,7 @@ void CudaStreams::let_wait(const char* operation, Stream stream, const Fence& fe
 // An event is recorded in streams of its own context only, and threads of ours record events with
 // the primary context current. A default stream is that of the current context; if that context is
 // another device's, torch means the default stream of this device.
-void CudaStreams::require_own(const char* operation, Stream stream) {
+void CudaDriver::require_own(const char* operation, Stream stream) {
   CUcontext context = nullptr;
   const CUresult code = cuda_.call(cuda_.cuStreamGetCtx, handle_of(stream), &context);
   // A bad stream is refused when it is used.
@@ -194,13 +195,13 @@ void CudaStreams::require_own(const char* operation, Stream stream) {
                         "the primary context, which is PyTorch's, was current");
 }
 
-bool CudaStreams::capturing(const char* operation, Stream stream) {
+bool CudaDriver::capturing(const char* operation, Stream stream) {
   require_own(operation, stream);
   const PrimaryContext context(cuda_, "capturing");
   return is_captured("capturing", stream);
 }
 
-bool CudaStreams::is_captured(const char* operation, Stream stream) {
+bool CudaDriver::is_captured(const char* operation, Stream stream) {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   const CUresult code = cuda_.call(cuda_.cuStreamIsCapturing, handle_of(stream), &status);
   // The legacy default stream while a stream that waits for it is captured: use of it would end
@@ -210,7 +211,8 @@ bool CudaStreams::is_captured(const char* operation, Stream stream) {
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-void CudaStreams::refuse_capture(const char* operation, Stream stream) {
+// What is launched in a stream that is being captured would not run now.
+void CudaDriver::refuse_capture(const char* operation, Stream stream) {
   if (!is_captured(operation, stream)) return;
   throw DriverError("cuStreamIsCapturing", CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
                     cuda_.name_of(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED), "[driver.", operation,
@@ -218,7 +220,7 @@ void CudaStreams::refuse_capture(const char* operation, Stream stream) {
                     "graph: do this before the capture or after it");
 }
 
-void CudaStreams::keep_for_graph(Stream stream, void (*release)(void*), void* argument) {
+void CudaDriver::keep_for_graph(Stream stream, void (*release)(void*), void* argument) {
   const char* const operation = "keep_for_graph";
   const RelaxedCapture relaxed(cuda_, operation);
   const PrimaryContext context(cuda_, operation);

@@ -1,0 +1,140 @@
+// Pages of an NVIDIA GPU: one cuMemCreate allocation a page, mapped with CUDA's virtual memory
+// management. The functions are defined by subject: address ranges and what is mapped in them in
+// cuda_mappings.cpp; fences, streams and captures in cuda_streams.cpp; what is launched in streams
+// in cuda_copies.cpp; the device and its pages in cuda_driver.cpp.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "driver/cuda_calls.h"
+#include "driver/driver.h"
+
+namespace vtensor {
+
+inline CUstream handle_of(Stream stream) { return reinterpret_cast<CUstream>(stream); }
+
+class CudaEvents;
+
+class CudaDriver final : public Driver {
+ public:
+  explicit CudaDriver(const CudaOptions& options) : cuda_(options.library, meter_) {}
+  ~CudaDriver() override;
+  void open(const CudaOptions& options);
+
+  Address reserve(std::size_t pages, Backed backed) override;
+  void free_range(Address range, std::size_t pages) override;
+  Handle create(std::size_t n) override;
+  void destroy(Handle first, std::size_t n) override;
+  void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) override {
+    map_for("map", runs, access, mapped);
+  }
+  void unmap(Address at, std::size_t n) override {
+    if (!in_forked_child()) unmap_for("unmap", at, n);
+  }
+  void remap(Address at, std::span<const Handle> from, Access from_access,
+             std::span<const Handle> to, Access to_access) override;
+  void zero(Address at, std::size_t bytes, Stream stream) override;
+  void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) override;
+  void populate(Address, std::size_t) override {}  // memory comes with cuMemCreate
+  // No fault unshares pages here.
+  void find_private_copies(Address, std::span<std::uint8_t>) override {}
+  std::size_t free_memory() override;
+  ExportedPage export_page(Handle handle) override;
+  Handle import_page(const ExportedPage& page, ExportKind kind) override;
+
+  void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes,
+            Stream stream) override;
+  FencePtr fence(Stream stream) override;
+  bool passed(const Fence& fence) override;
+  void order(Stream stream, const Fence& fence) override;
+  bool capturing(const char* operation, Stream stream) override;
+  void keep_for_graph(Stream stream, void (*release)(void*), void* argument) override;
+
+ private:
+  using Deadline = std::chrono::steady_clock::time_point;
+  // The call that was refused, if `code` says that one was.
+  struct Refusal {
+    CUresult code = CUDA_SUCCESS;
+    Call call = Call::cuMemMap;
+  };
+  static constexpr Address kZeros = 0;  // instead of an address to copy from
+
+  void find_device(const CudaOptions& options);
+  int attribute(CUdevice_attribute which);
+  std::size_t granularity(CUmemAllocationGranularity_flags kind);
+  void choose_exports();
+  bool probe_exports();
+  Handle enter(std::set<Handle>::node_type record, Handle handle);
+  bool close();
+
+  // Of mappings. The calls need no current context and are ordered with no stream. Messages have
+  // the name of the operation.
+  Address reserve_range(std::size_t pages);
+  void map_for(const char* operation, std::span<const PageRun> runs, Access access,
+               std::size_t& mapped);
+  void unmap_for(const char* operation, Address at, std::size_t pages);
+  Refusal map_runs(std::span<const PageRun> runs, Access access, std::size_t& mapped);
+  bool has_ranges() const;
+  bool begins_range(Address at) const;
+  CUresult map_page(Address at, Handle handle);
+  CUresult set_access(Address at, std::size_t pages, Access access, bool never_written = false);
+  CUresult unmap_pages(Address at, std::size_t pages);
+  void back_holes(std::span<const Address> pages);
+  std::vector<Address> holes_in(Address at, std::size_t pages, bool backed) const;
+  CUresult uncover(std::span<const Address> holes);
+  CUresult cover(std::span<const Address> holes);
+  void close_mappings();
+
+  // Of streams. All but `require_own` and `query` need the primary context, and `side_ends` relaxed
+  // capture too.
+  void open_streams();
+  void require_own(const char* operation, Stream stream);
+  bool is_captured(const char* operation, Stream stream);
+  void refuse_capture(const char* operation, Stream stream);
+  FencePtr record(const char* operation, Stream stream);
+  bool query(const char* operation, const Fence& fence);
+  void let_wait(const char* operation, Stream stream, const Fence& fence);
+  bool side_ends(const char* operation, Deadline deadline);
+  void close_streams();
+
+  // Of copies between pages, with the mutex of the scratch range.
+  void copy_some(std::span<const PageCopy> copies, Deadline deadline);
+  void await_launched(std::span<const PageCopy> copies, Deadline deadline);
+  void release_scratch();
+  bool close_copies();
+
+  CudaCalls cuda_;
+  CUmemAllocationProp properties_{};
+  // All events, which the fences share. Null until the streams are open.
+  std::shared_ptr<CudaEvents> events_;
+
+  std::mutex handles_mutex_;  // guards the handles
+  std::set<Handle> handles_;
+
+  // Copy-on-write pages are left writable, as they are on devices that have no read-only mappings:
+  // then only the in-place operations of VTensor unshare pages (I6).
+  std::atomic<bool> leaves_writable_{false};
+  mutable std::mutex ranges_mutex_;        // guards ranges and holes
+  std::map<Address, std::size_t> ranges_;  // their pages by address
+  // The pages at which the page of zeros is kept while nothing else is mapped there; whether it is
+  // mapped now.
+  std::map<Address, bool> holes_;
+
+  std::mutex zeros_mutex_;  // held while the page of zeros is made
+  Handle zeros_ = 0;        // no pool ever gets it (I7); set before there is a hole
+  bool are_zeros_ = false;
+
+  std::mutex scratch_mutex_;  // guards what follows
+  Address scratch_ = 0;       // addresses at which copies are made
+  std::size_t mapped_ = 0;    // pages of it, from the first on
+  bool launched_ = false;     // copies were, and may still run
+};
+
+}  // namespace vtensor
