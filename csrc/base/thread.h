@@ -7,10 +7,13 @@
 #include <chrono>
 #include <memory>
 #include <semaphore>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "base/calls.h"
+#include "base/system_errors.h"
 
 namespace vtensor {
 
@@ -31,9 +34,10 @@ class SignalsBlocked {
 
 // Starts a thread that runs `body`. Returns once the thread has its thread-local data: the C
 // library makes them at the first use, and ends the process if there are no mappings left. Throws
-// std::system_error.
+// DriverError with the message `refusal` if the system has no thread.
 template <typename Body>
-std::unique_ptr<std::thread> start_thread(const char* name, ThreadRole role, Body body) {
+std::unique_ptr<std::thread> start_thread(const char* name, ThreadRole role,
+                                          const std::string& refusal, Body body) try {
   const auto begun = std::make_shared<std::binary_semaphore>(0);
   const SignalsBlocked blocked;
   auto thread = std::make_unique<std::thread>([name, role, body = std::move(body), begun] {
@@ -44,6 +48,9 @@ std::unique_ptr<std::thread> start_thread(const char* name, ThreadRole role, Bod
   });
   static_cast<void>(begun->try_acquire_for(std::chrono::seconds(60)));
   return thread;
+} catch (const std::system_error& error) {
+  const int code = error.code().value();
+  throw DriverError("pthread_create", code, errno_name(code), refusal);
 }
 
 }  // namespace vtensor

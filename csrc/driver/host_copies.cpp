@@ -1,28 +1,17 @@
 #include "driver/host_copies.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <condition_variable>
-#include <cstdint>
 #include <cstring>
-#include <limits>
-#include <list>
-#include <mutex>
-#include <system_error>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
-#include "base/process.h"
 #include "base/thread.h"
 
 namespace vtensor {
 namespace {
 
-// One core does not fill the memory's bandwidth, and two leave others to the program.
-constexpr std::size_t kThreads = 2;
 // A thread copies this much at a time: page tables are locked in pieces of this size.
 constexpr std::size_t kPiece = std::size_t{2} << 20;
 
@@ -47,39 +36,6 @@ void copy_past_caches(std::byte* to, const std::byte* from, std::size_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
-struct Piece {
-  CopyDirection direction;
-  std::byte* to;
-  const std::byte* from;
-  std::size_t bytes;
-};
-
-constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
-
-}  // namespace
-
-// Pieces are numbered in the order in which they were queued, and begun in that order.
-struct HostCopies::Queue {
-  explicit Queue(Populate populate) : populate(std::move(populate)) {}
-
-  const Populate populate;
-  std::mutex mutex;  // guards what follows except `done`
-  std::condition_variable changed;
-  std::list<Piece> waiting;
-  std::uint64_t queued = 0;
-  std::uint64_t begun = 0;
-  CopyDirection direction = CopyDirection::out;                  // of the pieces that threads copy
-  std::array<std::uint64_t, kThreads> copying = {kNone, kNone};  // the piece of each thread
-  std::atomic<std::uint64_t> done{0};  // the first ones, so many, are copied
-  bool stopping = false;
-
-  bool may_begin() const {
-    return !waiting.empty() && (waiting.front().direction == direction || done == begun);
-  }
-};
-
-namespace {
-
 class CopyFence final : public Fence {
  public:
   CopyFence(std::shared_ptr<const std::atomic<std::uint64_t>> done, std::uint64_t queued)
@@ -93,39 +49,31 @@ class CopyFence final : public Fence {
 
 }  // namespace
 
-HostCopies::HostCopies(Populate populate) : queue_(std::make_shared<Queue>(std::move(populate))) {
-  threads_.reserve(kThreads);
+HostCopies::~HostCopies() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  for (const auto& thread : threads_) thread->join();
 }
 
-void HostCopies::stop() {
-  if (in_forked_child()) {
-    // The threads are the parent's, and one may hold the lock or wait: queue and threads are
-    // leaked.
-    for (auto& thread : threads_) {
-      [[maybe_unused]] const std::thread* const parents = thread.release();
-    }
-    static_cast<void>(new std::shared_ptr<Queue>(queue_));
-    threads_.clear();
-    return;
-  }
-  {
-    const std::lock_guard lock(queue_->mutex);
-    queue_->stopping = true;
-  }
-  queue_->changed.notify_all();
-  for (const auto& thread : threads_) thread->join();
-  threads_.clear();
+bool HostCopies::may_begin() const {
+  return !waiting_.empty() && (waiting_.front().direction == direction_ || *done_ == begun_);
 }
 
 void HostCopies::copy(CopyDirection direction, void* to, const void* from, std::size_t bytes) {
   if (bytes == 0) return;
-  const std::lock_guard lock(queue_->mutex);
+  const std::lock_guard lock(mutex_);
+  threads_.reserve(kThreads);
   while (threads_.size() < kThreads) {
     try {
-      threads_.push_back(
-          start_thread("vtensor-copies", ThreadRole::caller,
-                       [queue = queue_, thread = threads_.size()] { work(*queue, thread); }));
-    } catch (const std::system_error&) {
+      threads_.push_back(start_thread(
+          "vtensor-copies", ThreadRole::caller,
+          "[host copy] a thread for copies was refused with EAGAIN: raise the limit on threads "
+          "(ulimit -u) or on address space (ulimit -v), or end some threads",
+          [this, thread = threads_.size()] { work(thread); }));
+    } catch (const DriverError&) {
       if (threads_.empty()) throw;
       break;  // one thread copies, and the next call tries again
     }
@@ -135,16 +83,15 @@ void HostCopies::copy(CopyDirection direction, void* to, const void* from, std::
     pieces.push_back({direction, static_cast<std::byte*>(to) + at,
                       static_cast<const std::byte*>(from) + at, std::min(kPiece, bytes - at)});
   }
-  queue_->queued += pieces.size();
-  queue_->waiting.splice(queue_->waiting.end(), pieces);
-  queue_->changed.notify_all();
+  queued_ += pieces.size();
+  waiting_.splice(waiting_.end(), pieces);
+  changed_.notify_all();
 }
 
-FencePtr HostCopies::fence() const {
-  const std::lock_guard lock(queue_->mutex);
-  if (queue_->done == queue_->queued) return nullptr;
-  return std::make_shared<const CopyFence>(
-      std::shared_ptr<const std::atomic<std::uint64_t>>(queue_, &queue_->done), queue_->queued);
+FencePtr HostCopies::fence() {
+  const std::lock_guard lock(mutex_);
+  if (*done_ == queued_) return nullptr;
+  return std::make_shared<const CopyFence>(done_, queued_);
 }
 
 bool HostCopies::passed(const Fence& fence) {
@@ -159,29 +106,27 @@ bool HostCopies::wait(const Fence& fence, std::chrono::nanoseconds patience) {
   return true;
 }
 
-void HostCopies::work(Queue& queue, std::size_t thread) {
-  std::unique_lock lock(queue.mutex);
+void HostCopies::work(std::size_t thread) {
+  std::unique_lock lock(mutex_);
   for (;;) {
-    queue.changed.wait(
-        lock, [&] { return queue.may_begin() || (queue.stopping && queue.waiting.empty()); });
-    if (queue.waiting.empty()) return;
-    const Piece piece = queue.waiting.front();
-    queue.waiting.pop_front();
-    queue.direction = piece.direction;
-    queue.copying[thread] = queue.begun++;
+    changed_.wait(lock, [&] { return may_begin() || (stopping_ && waiting_.empty()); });
+    if (waiting_.empty()) return;
+    const Piece piece = waiting_.front();
+    waiting_.pop_front();
+    direction_ = piece.direction;
+    copying_[thread] = begun_++;
     lock.unlock();
     if (piece.direction == CopyDirection::in) {
-      queue.populate(piece.to, piece.bytes);
+      populate_(piece.to, piece.bytes);
       copy_past_caches(piece.to, piece.from, piece.bytes);
     } else {
       // Into new memory, whose pages the kernel clears at each first store: they are in the cache.
       std::memcpy(piece.to, piece.from, piece.bytes);
     }
     lock.lock();
-    queue.copying[thread] = kNone;
-    queue.done.store(std::min(queue.begun, std::ranges::min(queue.copying)),
-                     std::memory_order_release);
-    queue.changed.notify_all();
+    copying_[thread] = kNone;
+    done_->store(std::min(begun_, std::ranges::min(copying_)), std::memory_order_release);
+    changed_.notify_all();
   }
 }
 

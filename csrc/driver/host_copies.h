@@ -1,11 +1,17 @@
 // The copying stream of the host: threads of our own that make the copies which callers queue.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
+#include <list>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -20,26 +26,47 @@ class HostCopies {
   // Makes the memory of mapped pages present, before a copy comes in; called in any thread.
   using Populate = std::function<void(std::byte* at, std::size_t bytes)>;
 
-  explicit HostCopies(Populate populate);
-  ~HostCopies() { stop(); }
+  explicit HostCopies(Populate populate) : populate_(std::move(populate)) {}
+  // Returns when all queued copies are done and the threads have ended.
+  ~HostCopies();
   HostCopies& operator=(HostCopies&&) = delete;
 
-  // Queues one copy; the threads start with the first. Throws std::system_error, with nothing
-  // queued, if no thread can be made.
+  // Queues one copy; the threads start with the first. Throws DriverError, with nothing queued, if
+  // no thread can be made.
   void copy(CopyDirection direction, void* to, const void* from, std::size_t bytes);
   // A point after all copies queued so far; null if all are done.
-  FencePtr fence() const;
+  FencePtr fence();
   static bool passed(const Fence& fence);
   // Waits. False if the fence has not passed by then.
   static bool wait(const Fence& fence, std::chrono::nanoseconds patience);
-  // Returns when all queued copies are done and the threads have ended.
-  void stop();
 
  private:
-  struct Queue;
-  static void work(Queue& queue, std::size_t thread);
+  struct Piece {
+    CopyDirection direction;
+    std::byte* to;
+    const std::byte* from;
+    std::size_t bytes;
+  };
+  // One core does not fill the memory's bandwidth, and two leave others to the program.
+  static constexpr std::size_t kThreads = 2;
+  static constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
 
-  const std::shared_ptr<Queue> queue_;
+  bool may_begin() const;
+  void work(std::size_t thread);
+
+  const Populate populate_;
+  std::mutex mutex_;  // guards what follows; `*done_` can be read without it
+  std::condition_variable changed_;
+  // Pieces are numbered in the order in which they were queued, and begun in that order.
+  std::list<Piece> waiting_;
+  std::uint64_t queued_ = 0;
+  std::uint64_t begun_ = 0;
+  CopyDirection direction_ = CopyDirection::out;                  // of the pieces that threads copy
+  std::array<std::uint64_t, kThreads> copying_ = {kNone, kNone};  // the piece of each thread
+  // The first ones, so many, are copied. Fences share it, and may outlive this.
+  const std::shared_ptr<std::atomic<std::uint64_t>> done_ =
+      std::make_shared<std::atomic<std::uint64_t>>(0);
+  bool stopping_ = false;
   std::vector<std::unique_ptr<std::thread>> threads_;
 };
 

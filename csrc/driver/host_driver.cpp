@@ -25,6 +25,7 @@
 #include "base/descriptor.h"
 #include "base/errors.h"
 #include "base/fault_report.h"
+#include "base/interval.h"
 #include "base/make_node.h"
 #include "base/process.h"
 #include "base/system_errors.h"
@@ -118,12 +119,12 @@ class HostDriver final : public Driver {
   }
 
   ~HostDriver() override {
-    copies_.stop();
+    copies_.reset();
     const std::lock_guard registered(registry_mutex);
     std::erase(registry(), this);
     // The ranges that are left are those of a broken pool, and nothing reaches them.
     if (left_behind()) return;
-    for (const auto& [range, left] : reservations_) munmap(pointer(left.base), left.bytes);
+    for (const auto& [range, left] : reservations_) munmap(pointer(left.begin), left.size());
   }
 
   // For the handlers of fork(2): no mapping and no range changes during a fork.
@@ -139,7 +140,7 @@ class HostDriver final : public Driver {
     for (const auto& [at, range] : reservations_) {
       // One mapping instead of all that were there, which lets go of what the kernel copied for the
       // parent too.
-      if (mmap(pointer(range.base), range.bytes, PROT_NONE, kHoleFlags | MAP_FIXED, -1, 0) !=
+      if (mmap(pointer(range.begin), range.size(), PROT_NONE, kHoleFlags | MAP_FIXED, -1, 0) !=
           MAP_FAILED) {
         continue;
       }
@@ -179,7 +180,7 @@ class HostDriver final : public Driver {
     const auto base = reinterpret_cast<Address>(start);
     const Address range = (base + surplus) & ~(page_size_ - 1);
     node.key() = range;
-    node.mapped() = {base, bytes};
+    node.mapped() = {base, base + bytes};
     reservations_.insert(std::move(node));
     return range;
   }
@@ -188,10 +189,10 @@ class HostDriver final : public Driver {
     if (left_behind()) return;
     const std::lock_guard lock(mutex_);
     const auto it = reservations_.find(range);
-    const Reserved freed = it->second;
+    const Interval freed = it->second;
     const Refusal refusal = insist([&] {
-      return call(Call::munmap, freed.base, freed.bytes,
-                  [&] { return munmap(pointer(freed.base), freed.bytes) == 0; });
+      return call(Call::munmap, freed.begin, freed.size(),
+                  [&] { return munmap(pointer(freed.begin), freed.size()) == 0; });
     });
     if (refusal) {
       throw refused("host free_range", Call::munmap, refusal.error,
@@ -231,11 +232,9 @@ class HostDriver final : public Driver {
     for (const PageRun& run : runs) more += count_pieces(run.handles) + 1;  // the hole may be cut
     limit_.admit(more);
     for (const PageRun& run : runs) {
-      const Progress progress = map_run(run, access);
-      mapped += progress.touched;
-      if (!progress.refusal) continue;
-      throw refused("host map", Call::mmap, progress.refusal.error,
-                    "mapping " + count_of(pages_in(runs)),
+      const Refusal refusal = map_run(run, access, mapped);
+      if (!refusal) continue;
+      throw refused("host map", Call::mmap, refusal.error, "mapping " + count_of(pages_in(runs)),
                     limit_.advice(run.handles.size() * page_size_));
     }
   }
@@ -255,12 +254,13 @@ class HostDriver final : public Driver {
     if (to.empty()) return;
     limit_.add(kCut);
     if (const std::size_t more = sub_sat(count_pieces(to), count_pieces(from))) limit_.admit(more);
-    const Progress progress = map_run({at, to}, to_access);
-    if (!progress.refusal) return;
-    const bool whole = put_back({at, from.first(progress.touched)}, from_access);
+    std::size_t touched = 0;
+    const Refusal refusal = map_run({at, to}, to_access, touched);
+    if (!refusal) return;
+    const bool whole = put_back({at, from.first(touched)}, from_access);
     const DriverError cause =
-        refused("host remap", Call::mmap, progress.refusal.error,
-                "remapping " + count_of(to.size()), limit_.advice(to.size() * page_size_));
+        refused("host remap", Call::mmap, refusal.error, "remapping " + count_of(to.size()),
+                limit_.advice(to.size() * page_size_));
     if (!whole) throw UndoFailed(cause);
     throw cause;
   }
@@ -320,13 +320,13 @@ class HostDriver final : public Driver {
     }
     const bool out = direction == CopyDirection::out;
     if (out) advise_huge_pages(reinterpret_cast<Address>(memory), bytes);
-    queue_copy(direction, out ? memory : pointer(at), out ? pointer(at) : memory, bytes);
+    copies_->copy(direction, out ? memory : pointer(at), out ? pointer(at) : memory, bytes);
   }
 
   // Nothing but copies runs beside the caller.
   FencePtr fence(Stream stream) override {
     refuse_if_left("host fence");
-    return stream == kCopyStream ? copies_.fence() : nullptr;
+    return stream == kCopyStream ? copies_->fence() : nullptr;
   }
   bool passed(const Fence& fence) override { return HostCopies::passed(fence); }
   void order(Stream stream, const Fence& fence) override {
@@ -358,36 +358,13 @@ class HostDriver final : public Driver {
          [&] { return madvise(pointer(begin), end - begin, MADV_HUGEPAGE) == 0; });
   }
 
-  void queue_copy(CopyDirection direction, void* to, const void* from, std::size_t bytes) {
-    try {
-      copies_.copy(direction, to, from, bytes);
-    } catch (const std::system_error& error) {
-      const int code = error.code().value();
-      throw DriverError("pthread_create", code, errno_name(code),
-                        "[host copy] a thread for copies was refused with ", errno_name(code),
-                        ": raise the limit on threads (ulimit -u) or on address space "
-                        "(ulimit -v), or end some threads");
-    }
-  }
-
   static constexpr int kHoleFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-
-  struct Reserved {
-    Address base;
-    std::size_t bytes;
-  };
 
   struct Refusal {
     int error = 0;
     bool injected = false;  // the call was not made
     bool gone = false;      // the kernel removed what was mapped there, and then refused
     explicit operator bool() const { return error != 0; }
-  };
-
-  // How far the mapping of a run came.
-  struct Progress {
-    std::size_t touched;  // pages from the first on that are no longer as before
-    Refusal refusal;
   };
 
   void open_memfd() {
@@ -502,16 +479,17 @@ class HostDriver final : public Driver {
     });
   }
 
-  // Maps piece after piece, up to the first refusal. A copy-on-write page loses its copied content
-  // only when its piece is reached.
-  Progress map_run(const PageRun& run, Access access) {
-    Progress progress{.touched = 0, .refusal = {}};
+  // Maps piece after piece, up to the first refusal. Adds to `touched` the pages from the first on
+  // that are no longer as before. A copy-on-write page loses its copied content only when its piece
+  // is reached.
+  Refusal map_run(const PageRun& run, Access access, std::size_t& touched) {
+    Refusal refusal;
     each_piece(run.handles, [&](std::size_t first, std::size_t n) {
-      progress.refusal = place_piece(run.at + first * page_size_, n, run.handles[first], access);
-      if (!progress.refusal || progress.refusal.gone) progress.touched = first + n;
-      return !progress.refusal;
+      refusal = place_piece(run.at + first * page_size_, n, run.handles[first], access);
+      if (!refusal || refusal.gone) touched += n;
+      return !refusal;
     });
-    return progress;
+    return refusal;
   }
 
   // Undoes a remap. False if that is refused for some pages.
@@ -544,15 +522,16 @@ class HostDriver final : public Driver {
   std::atomic<Handle> next_handle_{0};
   // Held while a mapping or a range changes, and during a fork.
   std::mutex mutex_;
-  std::map<Address, Reserved> reservations_;  // by the address of the range
+  std::map<Address, Interval> reservations_;  // all addresses by those of the range
   Descriptor memfd_;                          // -1 in a forked child
   Pagemap pagemap_;
   // A refusal is no error: the faults of the copy make memory present too.
-  HostCopies copies_{[this](std::byte* to, std::size_t bytes) {
+  std::unique_ptr<HostCopies, DeleteUnlessForked> copies_{new HostCopies([this](std::byte* to,
+                                                                                std::size_t bytes) {
     for (std::size_t done = 0; done < bytes; done += kPopulateBytes) {
       populate_some(reinterpret_cast<Address>(to) + done, std::min(kPopulateBytes, bytes - done));
     }
-  }};
+  })};
 };
 
 void prepare() {

@@ -23,6 +23,7 @@ constexpr std::size_t kBallast = 4;  // mappings
 
 std::size_t kernel_page() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
+// Allocates nothing: no mapping may be left.
 std::size_t read_limit() {
   const int fd = open("/proc/sys/vm/max_map_count", O_RDONLY | O_CLOEXEC);
   if (fd < 0) return kNoLimit;

@@ -36,16 +36,11 @@ constexpr std::chrono::nanoseconds kSharedSleep = std::chrono::seconds(1);
 }  // namespace
 
 void Mapper::start(std::weak_ptr<PagePool> pool) {
-  try {
-    thread_ =
-        start_thread("vtensor-mapper", ThreadRole::mapper,
-                     [pool = std::move(pool), self = shared_from_this()] { self->run(pool); });
-  } catch (const std::system_error& error) {
-    throw DriverError(
-        "pthread_create", error.code().value(), "EAGAIN",
-        "[mapper] the system has no thread for a pool's mapper (EAGAIN): raise the "
-        "process's limits (ulimit -u, ulimit -v), or make the pool without look-ahead");
-  }
+  thread_ = start_thread(
+      "vtensor-mapper", ThreadRole::mapper,
+      "[mapper] the system has no thread for a pool's mapper (EAGAIN): raise the process's limits "
+      "(ulimit -u, ulimit -v), or make the pool without look-ahead",
+      [pool = std::move(pool), self = shared_from_this()] { self->run(pool); });
 }
 
 void Mapper::wake() noexcept {

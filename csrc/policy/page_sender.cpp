@@ -44,15 +44,11 @@ PageSender::PageSender(const char* operation, const std::shared_ptr<PagePool>& p
               sockets_->waker.take(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
               return sockets_->waker.descriptor() >= 0;
             });
-  try {
-    thread_ =
-        start_thread("vtensor-sender", ThreadRole::caller,
-                     [pool = std::weak_ptr(pool), sockets = sockets_] { run(pool, sockets); });
-  } catch (const std::system_error& error) {
-    throw DriverError("pthread_create", error.code().value(), "EAGAIN", "[", operation,
-                      "] the system has no thread that answers readers (EAGAIN): raise the "
-                      "process's limits (ulimit -u, ulimit -v)");
-  }
+  thread_ = start_thread("vtensor-sender", ThreadRole::caller,
+                         text("[", operation,
+                              "] the system has no thread that answers readers (EAGAIN): raise the "
+                              "process's limits (ulimit -u, ulimit -v)"),
+                         [pool = std::weak_ptr(pool), sockets = sockets_] { run(pool, sockets); });
 }
 
 PageSender::~PageSender() {
