@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/counted.h"
 #include "base/process.h"
 #include "base/trace.h"
 #include "bind/arguments.h"
@@ -96,7 +97,9 @@ class Lease {
   // Throws Closed, and Error if it has begun.
   void begin() {
     refuse_in_forked_child("lease");
-    if (begun_) throw Error("[lease] this lease has begun and not ended: make one for each with");
+    if (begun_ || changing_ != 0)
+      throw Error("[lease] this lease has begun and not ended: make one for each with");
+    const Counted changes(changing_);
     std::vector<std::pair<std::shared_ptr<Buffer>, Caller>> leased;
     for (const nb::object& core : cores_) {
       const TensorCore& tensor = nb::cast<TensorCore&>(core);
@@ -127,10 +130,14 @@ class Lease {
 
   // Called after all of the work is launched. If the work is captured into a graph, the graph pins
   // the extents for its life. If the driver refuses that, they stay pinned, and the error is
-  // thrown. Does nothing if the lease has not begun.
+  // thrown. Does nothing if the lease has not begun. Throws Error if another thread begins or ends
+  // it.
   void end() {
     if (!begun_) return;
     refuse_in_forked_child("lease");
+    if (changing_ != 0)
+      throw Error("[lease] another thread begins or ends this lease: make one for each with");
+    const Counted changes(changing_);
     std::vector<Caller> callers;
     for (const Generation* generation : generations_) {  // `look_at` asks about a named stream
       callers.push_back(stream_ ? Caller{"lease", *stream_, true}
@@ -161,6 +168,7 @@ class Lease {
   std::optional<Stream> stream_;
   std::vector<Generation*> generations_;
   bool begun_ = false;
+  std::size_t changing_ = 0;  // calls of begin() and end(), which release the GIL
 };
 
 }  // namespace

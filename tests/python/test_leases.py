@@ -191,6 +191,27 @@ def test_ended_by_another_thread_and_by_an_error(sim, pool):
     go_with(sim, pool, stream)
 
 
+def test_a_lease_is_begun_and_ended_by_one_thread_at_a_time(sim, pool):
+    stream = sim.stream()
+    t = filled(pool, 16)
+    lease = vtensor.lease(t, stream=stream)
+    lease.__enter__()
+    before = sim.calls("cuEventRecord")
+    thread = threading.Thread(target=lease.__exit__, args=(None, None, None))
+    with sim.calls_held("cuEventRecord"):
+        thread.start()
+        eventually(lambda: sim.calls("cuEventRecord") > before)
+        with pytest.raises(vtensor.VTensorError, match="another thread begins or ends"):
+            lease.__exit__(None, None, None)
+        with pytest.raises(vtensor.VTensorError, match="make one for each"):
+            lease.__enter__()
+    thread.join()
+    with lease:
+        pass
+    t.truncate(0)
+    eventually(lambda: held(pool) == 0)
+
+
 def test_of_a_closed_tensor(pool):
     t = filled(pool, 8)
     u = filled(pool, 8)
