@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "base/align.h"
-#include "base/descriptor.h"
 #include "base/errors.h"
 #include "base/make_node.h"
 #include "base/process.h"
@@ -137,9 +136,7 @@ bool CudaDriver::probe_exports() {
     fits = traits_.page_size % granularity(CU_MEM_ALLOC_GRANULARITY_MINIMUM) == 0;
     if (fits) {
       page = create(1);
-      const ExportedPage exported = export_page(page);
-      const Descriptor descriptor(exported.descriptor);
-      destroy(import_page(exported, traits_.exports), 1);
+      destroy(import_page(export_page(page), traits_.exports), 1);
     }
   } catch (const DeviceOutOfMemory&) {
     // Not because of the properties.
@@ -246,19 +243,22 @@ ExportedPage CudaDriver::export_page(Handle handle) {
   if (!handles_.contains(handle))
     throw Error("[driver.export_page] page ", handle, " was asked for, which is no page any more");
   ExportedPage page;
-  void* const name = traits_.exports == ExportKind::fabric ? static_cast<void*>(page.fabric.data())
-                                                           : &page.descriptor;
+  int descriptor = -1;
+  void* const name =
+      traits_.exports == ExportKind::fabric ? static_cast<void*>(page.fabric.data()) : &descriptor;
   cuda_.require_at("export_page", cuda_.cuMemExportToShareableHandle, 0, traits_.page_size, name,
                    handle, properties_.requestedHandleTypes, 0);
+  page.descriptor = Descriptor(descriptor);
   return page;
 }
 
 Handle CudaDriver::import_page(const ExportedPage& page, ExportKind kind) {
   const RelaxedCapture relaxed(cuda_, "import_page");
   auto fabric = page.fabric;
-  void* const name = kind == ExportKind::fabric
-                         ? static_cast<void*>(fabric.data())
-                         : reinterpret_cast<void*>(static_cast<std::intptr_t>(page.descriptor));
+  void* const name =
+      kind == ExportKind::fabric
+          ? static_cast<void*>(fabric.data())
+          : reinterpret_cast<void*>(static_cast<std::intptr_t>(page.descriptor.get()));
   CUmemGenericAllocationHandle handle = 0;
   auto record = make_node<std::set<Handle>>();
   cuda_.require_at("import_page", cuda_.cuMemImportFromShareableHandle, 0, traits_.page_size,

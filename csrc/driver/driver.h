@@ -17,6 +17,7 @@
 #include <string>
 
 #include "base/calls.h"
+#include "base/descriptor.h"
 
 namespace vtensor {
 
@@ -68,9 +69,9 @@ enum class ExportKind : std::uint8_t {
   fabric,       // 64 bytes for each page
 };
 
-// What another process gets a page by. The caller closes the descriptor.
+// What another process gets a page by.
 struct ExportedPage {
-  int descriptor = -1;
+  Descriptor descriptor{-1};
   std::array<std::byte, 64> fabric{};
 };
 

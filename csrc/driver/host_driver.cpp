@@ -300,8 +300,9 @@ class HostDriver final : public Driver {
     refuse_if_left("host export_page");
     ExportedPage memory;
     const Refusal refusal = call(Call::open, 0, 0, [&] {
-      memory.descriptor = open(text("/proc/self/fd/", memfd_.get()).c_str(), O_RDONLY | O_CLOEXEC);
-      return memory.descriptor >= 0;
+      memory.descriptor =
+          Descriptor(open(text("/proc/self/fd/", memfd_.get()).c_str(), O_RDONLY | O_CLOEXEC));
+      return memory.descriptor.get() >= 0;
     });
     if (!refusal) return memory;
     throw refused("host export_page", Call::open, refusal.injected ? EMFILE : refusal.error,

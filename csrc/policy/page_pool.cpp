@@ -104,7 +104,7 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
 PagePool::~PagePool() { mapper_->stop(); }
 
 int PagePool::open_for_readers(const char* operation) {
-  if (traits().exports == ExportKind::file) return driver_->export_page(0).descriptor;
+  if (traits().exports == ExportKind::file) return driver_->export_page(0).descriptor.take();
   const PoolLock lock(shared_from_this());
   if (retired()) throw Closed("[", operation, "] the pool is closed");
   if (!sender_) sender_ = std::make_unique<PageSender>(operation, shared_from_this());

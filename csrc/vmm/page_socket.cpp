@@ -1,7 +1,6 @@
 #include "vmm/page_socket.h"
 
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -22,22 +21,17 @@ void take_descriptors(const msghdr& message, std::vector<ExportedPage>& pages) {
     const unsigned char* at = CMSG_DATA(one);
     for (const unsigned char* const end = at + (one->cmsg_len - CMSG_LEN(0)); at != end;
          at += sizeof(int)) {
-      std::memcpy(&pages.emplace_back().descriptor, at, sizeof(int));
+      int descriptor;
+      std::memcpy(&descriptor, at, sizeof descriptor);
+      pages.push_back({.descriptor = Descriptor(descriptor)});
     }
   }
 }
 
 }  // namespace
 
-void PageMessage::close_pages() noexcept {
-  for (const ExportedPage& page : pages) {
-    if (page.descriptor >= 0) close(page.descriptor);
-  }
-  pages.clear();
-}
-
 void PageMessage::refuse(std::string_view why) noexcept {
-  close_pages();
+  pages.clear();
   content.count = 0;
   content.refusal.fill(0);
   why.copy(content.refusal.data(), content.refusal.size() - 1);
@@ -67,8 +61,10 @@ int PageSocket::send(PageMessage& message) {
     rights->cmsg_level = SOL_SOCKET;
     rights->cmsg_type = SCM_RIGHTS;
     rights->cmsg_len = CMSG_LEN(size);
-    for (std::size_t i = 0; i < message.pages.size(); ++i)
-      std::memcpy(CMSG_DATA(rights) + i * sizeof(int), &message.pages[i].descriptor, sizeof(int));
+    for (std::size_t i = 0; i < message.pages.size(); ++i) {
+      const int descriptor = message.pages[i].descriptor.get();
+      std::memcpy(CMSG_DATA(rights) + i * sizeof(int), &descriptor, sizeof descriptor);
+    }
   }
   return sendmsg(descriptor(), &sent, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 ? 0 : errno;
 }

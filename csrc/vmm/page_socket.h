@@ -31,17 +31,10 @@ struct PageMessage {
     std::array<decltype(ExportedPage::fabric), kMost> fabrics;
     std::array<char, 1000> refusal;  // ends with a zero
   } content{};
-  std::vector<ExportedPage> pages;  // the message closes their descriptors
+  std::vector<ExportedPage> pages;
 
-  PageMessage() = default;
-  PageMessage(PageMessage&& other) = default;
-  PageMessage& operator=(PageMessage&&) = delete;
-  ~PageMessage() { close_pages(); }
   // Says why there are no pages.
   void refuse(std::string_view why) noexcept;
-
- private:
-  void close_pages() noexcept;
 };
 
 class PageSocket {

@@ -46,7 +46,7 @@ SharedRange::SharedRange(SharedRanges& all, const char* operation, Address base,
   header.page_size = traits.page_size;
   if (all_.memory_ == FileId{}) {
     all_.memory_ = traits.exports == ExportKind::file
-                       ? id_of(Descriptor(all_.driver_.export_page(0).descriptor).get())
+                       ? id_of(all_.driver_.export_page(0).descriptor.get())
                        : id_of(file_.descriptor());
   }
   header.memory = all_.memory_;

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "arena/arena.h"
-#include "base/descriptor.h"
 #include "cpp/slot_cache_bench.h"
 #include "heap/heap.h"
 #include "kv/slot_cache.h"
@@ -517,7 +516,6 @@ void refuse_each_allocation(const std::function<void(DriverBench&)>& operate) {
 TEST_CASE("a page that was imported is given back") {
   refuse_each_allocation([](DriverBench& bench) {
     const ExportedPage page = bench.driver->export_page(bench.old[0]);
-    const Descriptor descriptor(page.descriptor);
     bench.driver->import_page(page, bench.driver->traits().exports);
   });
 }
