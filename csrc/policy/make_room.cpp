@@ -53,13 +53,13 @@ class MakeRoom::Request {
     const std::size_t asked = wanted_;
     want(store_.uncovered_bytes(pages_));
     if (wanted_ > asked) {
-      if (!asked_at_) asked_at_ = steady_clock::now();
+      until_ = std::min(until_, steady_clock::now() + kAnswer);  // since it asked first
       request_ = store_.ledger()->request();
       over_ = false;
       return true;
     }
     if (wanted_ == 0 || over_) return false;
-    over_ = store_.ledger()->answered(request_) || steady_clock::now() - *asked_at_ >= kAnswer;
+    over_ = store_.ledger()->answered(request_) || steady_clock::now() >= until_;
     return true;  // also when it is over: what was given up is still to be looked for
   }
 
@@ -73,7 +73,7 @@ class MakeRoom::Request {
   PageStore& store_;
   const std::size_t pages_;
   const steady_clock::time_point since_ = steady_clock::now();
-  std::optional<steady_clock::time_point> asked_at_;
+  steady_clock::time_point until_ = steady_clock::time_point::max();
   std::size_t wanted_ = 0;  // bytes
   std::uint32_t request_ = 0;
   bool over_ = false;

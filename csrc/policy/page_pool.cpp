@@ -39,18 +39,21 @@ constexpr std::size_t kReleasedAtOnce = 32;
 // pool is made on first use, and must not fail because another pool overcommits.
 constexpr double kLeastShare = 1.0 / 16;
 
-// The pools of this process. Never destroyed: a pool may outlive static objects. Locked before the
-// lock of any pool: of two pools that are made at once, the later counts with the budget of the
-// earlier.
-std::mutex& pools_mutex = *new std::mutex;
-auto& pools = *new std::vector<std::weak_ptr<PagePool>>;
+// Locked before the lock of any pool: of two pools that are made at once, the later counts with the
+// budget of the earlier.
+std::mutex pools_mutex;  // guards pools()
+// The pools of this process. Never destroyed: a pool may outlive static objects.
+std::vector<std::weak_ptr<PagePool>>& pools() {
+  static auto& all = *new std::vector<std::weak_ptr<PagePool>>;
+  return all;
+}
 
 // What a pool may take unless a budget is given, in bytes: a part of the memory that is free, less
 // what the other pools of this process may take and have not taken. Other processes are not seen.
 std::size_t default_budget(Driver& driver) {
   const DriverTraits& traits = driver.traits();
   std::size_t unused = 0;
-  for (const std::weak_ptr<PagePool>& one : pools) {
+  for (const std::weak_ptr<PagePool>& one : pools()) {
     const std::shared_ptr<PagePool> pool = one.lock();
     if (!pool || pool->retired()) continue;
     // A simulated device's memory is the host's, and it has a budget of its own all the same.
@@ -82,8 +85,8 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
       ledger = Ledger::join(driver->meter(), options.shared_budget, budgeted.budget, traits.device);
     }
     pool.reset(new PagePool(std::move(driver), budgeted, std::move(ledger)), DeleteUnlessForked{});
-    std::erase_if(pools, [](const auto& one) { return one.expired(); });
-    pools.push_back(pool);
+    std::erase_if(pools(), [](const auto& one) { return one.expired(); });
+    pools().push_back(pool);
   }
   // Now, and not when memory or mappings are short: a thread without memory for its thread-local
   // data ends the process.
