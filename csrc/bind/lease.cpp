@@ -43,9 +43,13 @@ Launched look_at(PagePool& pool, const Caller& caller) {
   return launched;
 }
 
+// Leases are of tensors.
+std::shared_ptr<Buffer> buffer_of(const Generation* generation) {
+  return std::static_pointer_cast<Buffer>(generation->client);
+}
+
 void end_one(Generation* generation, const Caller& caller, Launched& launched) {
-  const auto buffer =
-      std::static_pointer_cast<Buffer>(generation->client);  // leases are of tensors
+  const std::shared_ptr<Buffer> buffer = buffer_of(generation);
   PagePool& pool = *buffer->pool();
   trace::event(trace::What::lease, buffer->range().address(0, generation->indices.begin),
                generation->indices.size() * buffer->shape().rows * pool.page_size());
@@ -100,28 +104,19 @@ class Lease {
     if (begun_ || changing_ != 0)
       throw Error("[lease] this lease has begun and not ended: make one for each with");
     const Counted changes(changing_);
-    std::vector<std::pair<std::shared_ptr<Buffer>, Caller>> leased;
-    for (const nb::object& core : cores_) {
-      const TensorCore& tensor = nb::cast<TensorCore&>(core);
-      if (tensor.closed()) throw Closed("[lease] a tensor is closed: make a new one");
-      PagePool& pool = *tensor.buffer()->pool();
-      const bool same = !leased.empty() && leased.back().first->pool().get() == &pool;
-      leased.emplace_back(tensor.buffer(),
-                          same ? leased.back().second : caller_of("lease", stream_, pool));
-    }
     begun_ = true;
     std::vector<Generation*> held;
+    held.reserve(cores_.size());
     try {
-      const ReleasedGil released;
-      held.reserve(leased.size());
-      for (const auto& [buffer, caller] : leased) held.push_back(buffer->lease(caller));
+      // In an operation of each: nothing moves the tensor's pages meanwhile.
+      for (const nb::object& core : cores_)
+        held.push_back(nb::cast<TensorCore&>(core).lease(stream_));
     } catch (...) {
       begun_ = false;
       const ReleasedGil released;
-      for (std::size_t i = 0; i < held.size(); ++i) {
-        const auto& [buffer, caller] = leased[i];
-        buffer->end_lease(caller, nullptr);  // no work was launched for it
-        buffer->pool()->end(held[i]);
+      for (Generation* generation : held) {
+        if (stream_) buffer_of(generation)->end_lease({"lease", *stream_, true}, nullptr);
+        generation->client->pool()->end(generation);
       }
       throw;
     }
@@ -143,8 +138,9 @@ class Lease {
       callers.push_back(stream_ ? Caller{"lease", *stream_, true}
                                 : caller_of("lease", {}, *generation->client->pool()));
     }
-    const std::vector<Generation*> held = std::exchange(generations_, {});
     std::vector<Generation*> left;
+    left.reserve(generations_.size());
+    const std::vector<Generation*> held = std::exchange(generations_, {});
     std::exception_ptr error;
     {
       const ReleasedGil released;

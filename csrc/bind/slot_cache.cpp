@@ -219,7 +219,7 @@ class CacheCore {
     const SoleOperation operation(mutex_, cache_, "KVCache");
     const std::shared_ptr<Buffer>& range = cache_->buffers().range(group);
     range->raise_if_asleep("KVCache");
-    Generation* const generation = without_gil([&] { return range->publish(); });
+    Generation* const generation = without_gil([&] { return range->publish({}); });
     const Reservation& rows = range->range();
     nb::object storage = TorchBridge::get().storage_over(generation, rows.base(), rows.bytes());
     const SlotBuffers& buffers = cache_->buffers();

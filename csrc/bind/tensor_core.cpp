@@ -146,6 +146,7 @@ void TensorCore::use(std::shared_ptr<Buffer> buffer) {
 
 void TensorCore::use(std::shared_ptr<Buffer> buffer, Strides strides) noexcept {
   buffer_.swap(buffer);
+  spec_.capacity = buffer_->shape().capacity;
   strides_ = std::move(strides);
   if (buffer) buffer->abandon();
 }
@@ -259,7 +260,7 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
   if (n == 0) return true;
   const trace::Span span = traced(trace::What::extend, positions_.end, n);
   if (positions_.end + n > spec_.capacity) {
-    move_to_front(self, operation, n, populate);
+    move_to_front(self, operation, spec_.capacity, n, populate);
     return false;
   }
   const Interval before = positions_;
@@ -424,19 +425,15 @@ void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::size
       front ? Interval{before.begin + n, before.end} : Interval{before.begin, before.end - n};
   const trace::Span span = traced(trace::What::shrink, front ? before.begin : after.end, n);
   if (after.empty()) after = {};  // an empty tensor has all of its capacity again
-  without_gil([&] {
-    buffer_->use(caller);
-    buffer_->retract(after);
-  });
+  without_gil([&] { buffer_->use(caller); });
   positions_ = after;
   try {
     update(self);
   } catch (...) {
     positions_ = before;
-    // Makes no driver call: the tensor's storage still holds the pages.
-    without_gil([&] { buffer_->grow(caller, before, false); });
     throw;
   }
+  retract();
 }
 
 void TensorCore::retract() noexcept {
@@ -451,6 +448,11 @@ nb::object TensorCore::alias(nb::handle self) {
 void TensorCore::record_stream(Stream stream) {
   const Operation operation(*this, "VTensor.record_stream", {}, stream);
   without_gil([&] { buffer_->use(operation.recorded()); });
+}
+
+Generation* TensorCore::lease(std::optional<Stream> stream) {
+  const SoleOperation operation(mutex_, buffer_, "lease", stream);
+  return without_gil([&] { return buffer_->lease(operation.caller()); });
 }
 
 void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
@@ -478,19 +480,18 @@ void TensorCore::leave(nb::handle self) {
 
 // -- sharing pages with another tensor, or moving them to another range
 
-// A buffer over the same pages.
-std::shared_ptr<Buffer> TensorCore::share(const Caller& caller, std::size_t capacity,
-                                          bool exclusive) {
+// A buffer over the same pages: see Buffer::share_rows.
+std::shared_ptr<Buffer> TensorCore::share(const Caller& caller, std::size_t capacity, bool moves) {
   const RowShape shape = row_shape(capacity);
   std::vector<std::size_t> rows(shape.rows);
   std::iota(rows.begin(), rows.end(), std::size_t{0});
-  return buffer_->share_rows(caller, shape, rows, exclusive);
+  return buffer_->share_rows(caller, shape, rows, moves);
 }
 
-// Moves the tensor to the start of a new range, which gives back capacity that front shrinks used
-// up, and adds `n` positions.
-void TensorCore::move_to_front(nb::handle self, const Operation& operation, std::size_t n,
-                               bool populate) {
+// Moves the tensor to the start of a new range of this capacity, which gives back what front
+// shrinks used up, and adds `n` positions.
+void TensorCore::move_to_front(nb::handle self, const Operation& operation, std::size_t capacity,
+                               std::size_t n, bool populate) {
   const Caller& caller = operation.caller();
   const std::size_t kept = length();
   // In a tensor made by zeros(), all new positions; otherwise what the pages hold of a parent's
@@ -498,7 +499,7 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
   const std::size_t stale = spec_.zeroed ? kept + n : sub_sat(stale_until_, positions_.begin);
   while_detached(self, [&] {
     use(operation.with_memory([&] {
-      std::shared_ptr<Buffer> buffer = share(caller, spec_.capacity, !buffer_->published());
+      std::shared_ptr<Buffer> buffer = share(caller, capacity, true);
       try {
         buffer->grow(caller, {0, kept + n}, populate,
                      {kept, std::max(kept, std::min(kept + n, stale))});
@@ -582,7 +583,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
         if (may_stay && !buffer.published()) {
           in_place.emplace_back(&buffer, rows);
         } else {
-          moved = buffer.share_rows(operations[i]->caller(), shape, rows, false);
+          moved = buffer.share_rows(operations[i]->caller(), shape, rows, true);
         }
       });
       if (moved) strides = core->strides_of(*moved);
@@ -620,13 +621,7 @@ void TensorCore::reserve(nb::handle self, nb::handle given) {
   constexpr const char* name = "VTensor.reserve";
   const std::int64_t capacity = integer(name, "capacity", given);
   const Operation operation(*this, name, self);
-  const std::size_t before = std::exchange(spec_.capacity, checked_capacity(name, capacity));
-  try {
-    move_to_front(self, operation, 0, false);
-  } catch (...) {
-    spec_.capacity = before;
-    throw;
-  }
+  move_to_front(self, operation, checked_capacity(name, capacity), 0, false);
 }
 
 ReaderFiles TensorCore::open_for_readers(nb::handle self) {
@@ -659,10 +654,9 @@ void TensorCore::reallocate(nb::handle self, nb::handle moved, nb::handle given)
   without_gil([&] { buffer_->use(operation.caller()); });
   while_detached(self, [&] {
     std::unique_ptr<TensorCore> core(new TensorCore(spec));
-    core->use_shared(operation.with_memory([&] {
-      return share(operation.caller(), spec.capacity, !buffer_->published());
-    }),
-                     length(), stale_until_ > positions_.end);
+    core->use_shared(
+        operation.with_memory([&] { return share(operation.caller(), spec.capacity, true); }),
+        length(), stale_until_ > positions_.end);
     core->attach(moved, length());
     nb::setattr(moved, "_core", nb::cast(std::move(core)));
   });

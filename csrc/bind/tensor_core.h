@@ -92,6 +92,9 @@ class TensorCore {
   void wake(nb::handle self);
   // Records that work in `stream` uses the tensor. Its pages are unmapped only after that work.
   void record_stream(Stream stream);
+  // Holds the pages that the tensor has now for work that will be launched in `stream`; by default,
+  // in torch's current one.
+  Generation* lease(std::optional<Stream> stream);
 
   bool closed() const { return !buffer_; }
   bool asleep() const { return buffer_ && buffer_->asleep.load(std::memory_order_acquire) != 0; }
@@ -111,14 +114,15 @@ class TensorCore {
   void retract() noexcept;
   void drop_positions(nb::handle self, const Caller& caller, std::size_t n, bool front);
   RowShape row_shape(std::size_t capacity) const;
-  std::shared_ptr<Buffer> share(const Caller& caller, std::size_t capacity, bool exclusive);
+  std::shared_ptr<Buffer> share(const Caller& caller, std::size_t capacity, bool moves);
   trace::Span traced(trace::What what, std::size_t first, std::size_t n) const;
   void require_room(const char* operation, std::size_t n) const;
   std::size_t checked_capacity(const char* operation, std::int64_t capacity) const;
   bool grow(nb::handle self, const Operation& operation, std::size_t n, bool populate = false,
             const TensorFacts* source = nullptr);
   bool fill_from(const Caller& caller, const TensorFacts& source, std::size_t start, std::size_t n);
-  void move_to_front(nb::handle self, const Operation& operation, std::size_t n, bool populate);
+  void move_to_front(nb::handle self, const Operation& operation, std::size_t capacity,
+                     std::size_t n, bool populate);
   template <typename Body>
   void while_detached(nb::handle self, const Body& body);
   // Throws what Python does.
@@ -137,8 +141,8 @@ class TensorCore {
   void dress(nb::handle self);
   void dress_at_end(nb::handle self) noexcept;
   void leave(nb::handle self);
-  // The buffer is the tensor's from now on, and the one before is abandoned. If the strides cannot
-  // be made, `buffer` is abandoned, and nothing is changed.
+  // The buffer, and its capacity, are the tensor's from now on, and the one before is abandoned. If
+  // the strides cannot be made, `buffer` is abandoned, and nothing is changed.
   void use(std::shared_ptr<Buffer> buffer);
   void use(std::shared_ptr<Buffer> buffer, Strides strides) noexcept;
   // `use` of pages shared with another buffer. `unclean`: bytes past `length` in them are not this

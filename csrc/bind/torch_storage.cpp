@@ -69,8 +69,8 @@ void TensorCore::publish(nb::handle self) {
   if (indices.empty()) return detach(self);
   const Address begin = buffer_->range().address(0, indices.begin);
   const Address end = buffer_->range().address(buffer_->shape().rows - 1, indices.end);
-  Generation* generation = buffer_->try_publish();
-  if (generation == nullptr) generation = without_gil([&] { return buffer_->publish(); });
+  Generation* generation = buffer_->try_publish(indices);
+  if (generation == nullptr) generation = without_gil([&] { return buffer_->publish(indices); });
   nb::object storage = TorchBridge::get().storage_over(generation, begin, end - begin);
   set(self, std::move(storage), indices, length());
 }

@@ -16,8 +16,9 @@ namespace vtensor {
 // destroys the events, in a fence or not.
 class CudaEvents {
  public:
-  // Null if none is free: the caller makes one and adds it, or null if it cannot.
-  CUevent take() {
+  // A free event, or else one that `make` makes.
+  template <typename Make>
+  CUevent take(const Make& make) {
     const std::lock_guard lock(mutex_);
     if (!free_.empty()) {
       const CUevent event = free_.back();
@@ -25,20 +26,9 @@ class CudaEvents {
       return event;
     }
     // Room now, so that nothing allocates when a fence ends.
-    ++made_;
-    if (all_.capacity() < made_) {
-      all_.reserve(2 * made_);
-      free_.reserve(2 * made_);
-    }
-    return nullptr;
-  }
-  void add(CUevent event) {
-    const std::lock_guard lock(mutex_);
-    if (event == nullptr) {
-      --made_;
-    } else {
-      all_.push_back(event);
-    }
+    if (free_.capacity() == all_.size()) free_.reserve(2 * all_.size() + 1);
+    all_.reserve(free_.capacity());
+    return all_.emplace_back(make());
   }
   void give_back(CUevent event) noexcept {
     const std::lock_guard lock(mutex_);
@@ -52,7 +42,6 @@ class CudaEvents {
  private:
   std::mutex mutex_;
   std::vector<CUevent> all_, free_;
-  std::size_t made_ = 0;
 };
 
 namespace {
@@ -125,14 +114,11 @@ FencePtr CudaDriver::fence(Stream stream) {
 FencePtr CudaDriver::record(const char* operation, Stream stream) {
   const auto fence =
       std::make_shared<CudaFence>(events_);  // first: no event is lost without memory
-  fence->event = events_->take();
-  if (fence->event == nullptr) {
+  fence->event = events_->take([&] {
     CUevent made = nullptr;
-    const CUresult code = cuda_.call(cuda_.cuEventCreate, &made, CU_EVENT_DISABLE_TIMING);
-    events_->add(code == CUDA_SUCCESS ? made : nullptr);
-    cuda_.check(operation, Call::cuEventCreate, code);
-    fence->event = made;
-  }
+    cuda_.require(operation, cuda_.cuEventCreate, &made, CU_EVENT_DISABLE_TIMING);
+    return made;
+  });
   cuda_.require(operation, cuda_.cuEventRecord, fence->event, handle_of(stream));
   return fence;
 }

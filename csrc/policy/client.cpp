@@ -151,7 +151,7 @@ bool Client::is_quiet() {
 
 void Client::make_room_for_zeroing() {
   ready_after_.reserve(ready_after_.size() + 1);
-  work_.make_room();
+  work_.note(driver_.side_stream());
 }
 
 std::vector<FencePtr> Client::fences() const {
@@ -177,6 +177,7 @@ void Client::uncover(Interval indices) {
 }
 
 void Client::release(Interval indices) {
+  if (indices.empty()) return;
   range_.change_why(indices, [](PageTable::Index index) {
     const bool goes = index.why() == Why::unneeded || index.why() == Why::fenced;
     return goes ? index.why() : Why::viewed;
@@ -290,7 +291,6 @@ void Client::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
 bool Client::enter_ahead(Reservation::Arrival& arrival) {
   busy_ = false;
   range_.enter(arrival);
-  if (arrival.zeroing) work_.note(driver_.side_stream());
   if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));
   try {
     if (arrival.error) std::rethrow_exception(arrival.error);
@@ -463,7 +463,6 @@ bool Client::clean_some(PoolLock& lock, std::size_t pages) {
     }
   }
   busy_ = false;
-  work_.note(stream);
   zeroing_ |= error != nullptr;
   if (!error) {
     for (const Reservation::Run& run : runs)

@@ -225,8 +225,8 @@ class Client : public std::enable_shared_from_this<Client> {
   // from `begin` on that are mapped for this reason: what no generation covers is unneeded.
   void release(Interval indices) VT_LOCKED;
   void release(Why why, std::size_t begin = 0) VT_LOCKED;
-  // The side stream and a fence of it can be recorded without memory: growth waits for zeroing by
-  // these.
+  // Notes the side stream, and makes room for a fence of it: growth waits for zeroing by these, and
+  // once pages are being zeroed there may be no memory.
   void make_room_for_zeroing() VT_LOCKED;
   // Stops wanting pages ahead. What is mapped in part goes.
   void give_up_ahead() VT_LOCKED;

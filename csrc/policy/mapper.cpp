@@ -94,7 +94,8 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak) {
         retry = kLongestPause;
       } catch (const std::exception&) {  // refused, or no memory
         if (!entered) retry = kRetryPause;
-        next = pool->retired() ? Time::max() : steady_clock::now() + retry;
+        // The device of a closed pool that never answered is not asked again.
+        next = !entered && pool->retired() ? Time::max() : steady_clock::now() + retry;
         retry = std::min(2 * retry, kRetryPause);
       }
     }  // the pool may end here, in this thread

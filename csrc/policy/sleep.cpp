@@ -214,7 +214,7 @@ std::size_t FallAsleep::finish() {
   finished_ = true;
   try {
     pool_->trim();  // cached pages became spare ones
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     // The memory stays with the pool.
   }
   return given;

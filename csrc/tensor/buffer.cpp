@@ -142,7 +142,7 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
   const std::size_t row_pages =
       ceil_div(shape.phase + shape.capacity * shape.item_bytes, pool->page_size());
   std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages), DeleteUnlessForked{});
-  std::unique_ptr<Generation> pin(host->publish());
+  std::unique_ptr<Generation> pin(host->publish({}));
   PoolLock lock(pool);
   try {
     buffer->work_.note(caller);
@@ -307,14 +307,14 @@ std::vector<Reservation::Bytes> Buffer::bytes_of(Interval positions) const {
 
 // -- publication
 
-Generation* Buffer::publish() {
+Generation* Buffer::publish(Interval indices) {
   const PoolLock lock(pool_);
-  return publish_locked(extent_);
+  return publish_locked(indices);
 }
 
-Generation* Buffer::try_publish() {
+Generation* Buffer::try_publish(Interval indices) {
   const PoolLock lock(pool_, std::try_to_lock);
-  return lock ? publish_locked(extent_) : nullptr;
+  return lock ? publish_locked(indices) : nullptr;
 }
 
 bool Buffer::published() {
@@ -330,12 +330,10 @@ std::vector<FencePtr> Buffer::work() {
 
 Generation* Buffer::lease(const Caller& caller) {
   pool_->store().raise_if_broken();
-  Generation* generation = publish();
   const PoolLock lock(pool_);
+  raise_if_asleep(caller.operation);
+  Generation* generation = publish_locked(extent_);
   try {
-    // By another thread, meanwhile.
-    if (!owned_) throw Closed("[lease] a tensor is closed: make a new one");
-    raise_if_asleep(caller.operation);
     if (driver_.traits().asynchronous) work_.begin_lease(caller);
   } catch (...) {
     pool_->end_locked(generation);

@@ -104,14 +104,14 @@ class Buffer final : public Client {
 
   // -- publication
 
-  // A generation over the present extent.
-  Generation* publish();
+  // A generation over `indices`, which lie in the extent.
+  Generation* publish(Interval indices);
   // `publish`; null if another thread holds the lock.
-  Generation* try_publish();
+  Generation* try_publish(Interval indices);
   bool published();
   // Fences after all work launched so far that may use the pages.
   std::vector<FencePtr> work();
-  // As `publish`, for work that will be launched in the caller's stream.
+  // A generation over the extent, for work that will be launched in the caller's stream.
   Generation* lease(const Caller& caller);
   // All work of a lease is launched. `after`: a fence after it if the caller named the stream; null
   // if the work was captured into a graph.
@@ -120,10 +120,11 @@ class Buffer final : public Client {
   // -- shared pages. Each operation takes the lock, and is whole or nothing.
 
   // A buffer of `shape` whose row i has the pages of row rows[i]. Copies no byte. The pages are
-  // copy-on-write in both buffers unless `exclusive`: then this buffer's owner is leaving, and no
-  // generation covers it. Waits for the work of all streams that use this buffer.
+  // copy-on-write in both buffers. If the owner `moves` there, the streams that it uses go along,
+  // and the pages stay writable if no generation covers them and no two rows are to have the same.
+  // Waits for the work of all streams that use this buffer.
   std::shared_ptr<Buffer> share_rows(const Caller& caller, const RowShape& shape,
-                                     std::span<const std::size_t> rows, bool exclusive);
+                                     std::span<const std::size_t> rows, bool moves);
   // Unshares the copy-on-write pages of `positions`.
   void unshare(const Caller& caller, Interval positions);
   // Makes the pages of `indices`, which lie in the extent, copy-on-write in every row. Returns a

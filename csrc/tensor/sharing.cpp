@@ -1,5 +1,6 @@
 // Buffer: sharing pages with other buffers, and unsharing them again.
 #include <algorithm>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -52,12 +53,13 @@ std::unique_ptr<Buffer::Busy> Buffer::quieten(PoolLock& lock, const Caller& call
 }
 
 std::shared_ptr<Buffer> Buffer::share_rows(const Caller& caller, const RowShape& shape,
-                                           std::span<const std::size_t> rows, bool exclusive) {
+                                           std::span<const std::size_t> rows, bool moves) {
   std::shared_ptr<Buffer> child = make(pool_, shape, caller);
   PoolLock lock(pool_);
   pool_->reap();
   try {
     const std::unique_ptr<Busy> busy = quieten(lock, caller);
+    if (moves) child->work_.note_streams_of(work_);
     child->range_.reserve({0, extent_.size()});
     const Interval positions{0, positions_.size()};
     child->assign(positions, child->indices_of(positions));
@@ -80,7 +82,9 @@ std::shared_ptr<Buffer> Buffer::share_rows(const Caller& caller, const RowShape&
       arrival.given = pages;
       child->range_.map(lock, arrival, caller.stream, false);
     };
-    if (exclusive) {
+    const bool distinct =
+        std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) == rows.end();
+    if (moves && distinct && generations_.empty()) {
       map(is_writable, EntryState::writable);
       map(is_copy_on_write, EntryState::copy_on_write);
     } else {

@@ -197,8 +197,16 @@ void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
   const std::size_t most = sub_sat(budget(), used_ + private_copies_ + taken);
   if (spare() > most) empty_oldest(nullptr, spare() - most);
-  // Kept memory is covered too, and must go if other pools have taken all else.
-  while (spare() != 0 && !cover(taken, spare())) empty_oldest(nullptr, 1);
+  // Kept memory is covered too, and must go if other pools have taken all else, or if the budget's
+  // file can no longer be asked.
+  const auto covered = [&]() VT_LOCKED {
+    try {
+      return cover(taken, spare());
+    } catch (const Error&) {
+      return false;
+    }
+  };
+  while (spare() != 0 && !covered()) empty_oldest(nullptr, 1);
   require_cover(taken, spare());
 }
 

@@ -30,8 +30,10 @@ class PendingWork {
   // The same of the caller's stream. The fence of a stream that the caller named is made now: when
   // it is needed the stream may be gone, or its number may stand for another.
   void note(const Caller& caller);
-  // The next stream is noted without memory.
-  void make_room() { streams_.reserve(streams_.size() + 1); }
+  // Work in the streams that `other` has noted, also in the future, uses the pages.
+  void note_streams_of(const PendingWork& other) {
+    for (const Stream stream : other.streams_) note(stream);
+  }
   // Work will be launched in the caller's stream, until the lease ends. `after` is a fence after it
   // if the caller named the stream; null if the work was captured into a graph. Requires: the
   // device is asynchronous.

@@ -277,6 +277,7 @@ RangeReaders::RangeReaders(std::span<const Descriptor> files, Descriptor memory,
   for (const shared::Facts& one : facts) {
     if (!memory_->has(one)) refuse_received("its ranges are not of one pool");
   }
+  ranges_.reserve(files.size());
   for (std::size_t i = 0; i < files.size(); ++i)
     ranges_.emplace_back(new RangeReader(files[i], facts[i], *memory_));
 }

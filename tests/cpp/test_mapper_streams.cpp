@@ -267,6 +267,26 @@ TEST_CASE("a refusal of the mapper's first call is raised once, and the mapper a
   let_go(control, pool);
 }
 
+TEST_CASE("the worker of a retired pool goes on after a refusal (I14)") {
+  const FreshDevice control(kBytes);
+  std::shared_ptr<PagePool> pool = open_pool(8, {});
+  const Stream stream = control.make_stream(0);
+  control.hold(stream);
+  auto memory = std::make_shared<int>();
+  const std::weak_ptr<int> kept = memory;
+  pool->keep_until(pool->driver().fence(stream), std::move(memory));
+  pool->retire();
+  const std::uint64_t before = control.calls("cuEventQuery");
+  CHECK(control.fail("cuEventQuery", 0, 1, cuda::CUDA_ERROR_UNKNOWN) == 0);
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  const auto goes_on = [&] { return std::chrono::steady_clock::now() < until; };
+  while (control.calls("cuEventQuery") == before && goes_on()) std::this_thread::yield();
+  control.release(stream);
+  while (!kept.expired() && goes_on()) std::this_thread::yield();
+  CHECK(kept.expired());
+  let_go(control, pool);
+}
+
 TEST_CASE("pages of the last owner are not ready with those that come behind them (I7)") {
   const FreshDevice control(kBytes);
   std::shared_ptr<PagePool> pool = open_pool(8, {.prefetch = 8 * kBytes, .cache = 8 * kBytes});

@@ -140,7 +140,9 @@ class Rows final : public Subject {
     const bool copies = buffer_->pool()->traits().kernel_copies_on_write;
     if (!copies) buffer_->unshare(caller, {position, position + 1});
   }
-  Generation* publish() override { return buffer_->publish(); }
+  Generation* publish() override {
+    return buffer_->publish(buffer_->indices_of(buffer_->positions()));
+  }
   std::unique_ptr<Subject> fork(const Caller& caller) override {
     constexpr std::size_t rows[] = {0, 1, 2};
     if (positions_.begin % (kPage / kItem) != 0) return nullptr;  // its positions begin at a page
@@ -648,7 +650,7 @@ TEST_CASE_TEMPLATE("what died asleep needs no memory, and nothing waits for it",
   One<T> one(40, {.prefetch = 4 * kPage});
   const std::shared_ptr<Buffer> other =
       Buffer::create(one.pool, {.rows = 1, .item_bytes = kPage, .capacity = 40}, kCaller);
-  Generation* const view = one.buffer->publish();
+  Generation* const view = one.buffer->publish(one.buffer->indices_of(one.buffer->positions()));
   CHECK(one.sleep() == 40);
   other->grow(kCaller, {0, 40}, true);
   CHECK_THROWS_AS(one.wake(), OutOfPages);

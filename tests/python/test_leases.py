@@ -10,6 +10,7 @@ import pytest
 import vtensor
 from cuda_support import needs_simcuda
 from support import eventually, filled, quarter, run_snippet, within
+from vtensor import testing
 
 AHEAD = 1 << 20
 
@@ -236,15 +237,54 @@ def test_a_refused_lease_leaves_no_tensor_with_its_stream(sim, pool):
     pool.wait_idle()
 
 
-def test_record_stream_lasts_for_the_tensors_life(sim, pool):
+@pytest.mark.parametrize("moves", [None, "reserve", "reallocate", "when_full"])
+def test_record_stream_lasts_for_the_tensors_life(sim, pool, moves):
+    """Wherever its pages are."""
     stream = sim.stream()
-    t = filled(pool, 16)
+    t = filled(pool, 16, when_full="move")
     t.record_stream(stream)
+    if moves == "reserve":
+        vtensor.together.reserve(t, 2 * t.capacity)
+    elif moves == "reallocate":
+        t = t.reallocate(2 * t.capacity)
+    elif moves == "when_full":
+        t.shrink(1, front=True)
+        t.extend(t.capacity - t.length)
+        t.truncate(16)
+        eventually(lambda: held(pool) == 0)
     for length in (12, 8):
         sim.hold(stream)
         sim.kernel(stream, t)
         t.truncate(length)
         go_with(sim, pool, stream)
+
+
+@pytest.mark.parametrize("moves", [lambda t: t.reallocate(64), lambda t: vtensor.together.reserve(t, 64)])
+def test_a_lease_waits_for_a_tensor_that_moves(sim, stream_pool, moves):
+    """Else pages would be writable in two places (I6)."""
+    pool = stream_pool()
+    stream = sim.stream(held=True)
+    t = filled(pool, 16)
+    t.record_stream(stream)
+    leased = []
+
+    def lease():
+        try:
+            with vtensor.lease(t, stream=stream):
+                leased.append(t.address)
+        except vtensor.Closed:
+            leased.append(0)
+
+    threads = [threading.Thread(target=moves, args=(t,)), threading.Thread(target=lease)]
+    threads[0].start()
+    assert not within(0.05, lambda: not threads[0].is_alive())
+    threads[1].start()
+    assert not within(0.05, lambda: leased)
+    sim.release(stream)
+    for thread in threads:
+        thread.join()
+    assert leased == [t.address]
+    testing.check_invariants(pool)
 
 
 @pytest.mark.parametrize("call", ["cuStreamIsCapturing", "cuEventCreate", "cuEventRecord", "cuCtxGetCurrent"])

@@ -6,6 +6,7 @@ import copy
 import time
 import weakref
 from contextlib import suppress
+from itertools import count
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from vtensor.integrations.flex_attention import CacheMask
 from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
+from interrupts import Interrupt
 from support import received, run_snippet
 from vtensor import plot, testing, together
 from vtensor.pool import open_pools
@@ -138,6 +140,46 @@ def test_a_reallocation_that_cannot_be_published_leaves_the_tensor(small, monkey
         with pytest.raises(TypeError):
             t.reallocate(1 << 20)
     assert not t.closed and t.tolist() == [3] * 7 and t.extend(1).length == 8
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Interrupts the making of the n-th torch storage from now on."""
+
+    def at(n):
+        made = count(1)
+
+        def init(self, *args, **options):
+            if next(made) == n:
+                raise Interrupt
+
+        monkeypatch.setattr(torch.storage._StorageBase, "__init__", init)
+
+    return at
+
+
+def test_an_interrupted_reserve_leaves_a_capacity_that_is_reserved(small, interrupt):
+    t = empty(small)
+    interrupt(2)
+    with pytest.raises(Interrupt):
+        vtensor.together.reserve(t, 16)
+    assert t.capacity == 16
+    with pytest.raises(vtensor.CapacityExceeded):
+        t.extend(17)
+    assert t.extend(16).length == 16
+
+
+def test_an_interrupted_shrink_asks_for_no_page(pool_factory, kind, interrupt):
+    """I2, I3, I17: no memory is left for pages of its own."""
+    pool = pool_factory(kind, 4, prefetch=0)
+    t = empty(pool, 4 * PAGE)
+    t.fill_(3)
+    f = t.fork()
+    interrupt(1)
+    with pytest.raises(Interrupt):
+        f.truncate(0)
+    assert f.length == t.length and f.eq(3).all() and f.fork().eq(3).all()
+    testing.check_invariants(pool)
 
 
 def test_a_finalizer_may_ask_for_the_default_pool_while_it_is_made():

@@ -592,6 +592,16 @@ def test_a_pool_whose_file_was_harmed_takes_no_more(harm, said, name):
     assert not os.path.exists(path_of(name))
 
 
+def test_what_a_pool_holds_it_uses_without_the_file(name):
+    """Its spare pages go for those that another tensor needs."""
+    with budgeted(name, prefetch=0) as pool:
+        t = pages(pool, 6)
+        t.shrink(5)
+        os.unlink(path_of(name))
+        assert len(pages(pool, 3)) == 3 and len(t) == 1
+        testing.check_invariants(pool)
+
+
 def test_a_pool_that_can_give_nothing_back_answers(name):
     with budgeted(name) as pool, budgeted(name) as other:
         leave_spare(pool, WHOLE)

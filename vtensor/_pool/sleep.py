@@ -73,7 +73,8 @@ def fall_asleep(
             for tag, sleepers in by_tag.items():
                 asleep.append(Image(sleep.next_number(), tag, sleepers))
                 for sleeper in sleepers:
-                    sleeper._fall_asleep(sleep, contents == "discard")
+                    with contextlib.suppress(Closed):  # by another thread, meanwhile
+                        sleeper._fall_asleep(sleep, contents == "discard")
             numbers = sleep.numbers  # without those of tags that slept already
             sleep.begin()
             kept = None
