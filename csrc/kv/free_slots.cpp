@@ -104,10 +104,11 @@ FreeSlots::Choice FreeSlots::choose_empty(std::size_t pages) {
   return std::nullopt;
 }
 
-// Whether pages of some free slot are on their way out, as far as the driver lets them go.
+// Whether pages of some free slot are on their way out, as far as the driver lets them go, or have
+// left since the last look.
 bool FreeSlots::leaving() const {
   return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t slot) VT_LOCKED {
-    return !fit(slot).ready && refusal(slot) == nullptr;
+    return fit(slot).ready || refusal(slot) == nullptr;
   });
 }
 

@@ -7,9 +7,14 @@
 
 namespace vtensor {
 
-std::vector<Token> PrefixIndex::edge(std::span<const Token> tokens, std::size_t unit) const {
+// The unit's tokens; those of the first one stand behind the salt.
+std::vector<Token> PrefixIndex::edge(std::span<const Token> tokens, const std::string& salt,
+                                     std::size_t unit) const {
+  std::vector<Token> edge;
+  if (unit == 0) edge.assign(salt.begin(), salt.end());
   const auto of_unit = tokens.subspan(unit * unit_, unit_);
-  return {of_unit.begin(), of_unit.end()};
+  edge.insert(edge.end(), of_unit.begin(), of_unit.end());
+  return edge;
 }
 
 // The nodes of the first `units` of the tokens, as far as they are known.
@@ -17,14 +22,11 @@ std::vector<PrefixIndex::Node*> PrefixIndex::walk(std::span<const Token> tokens,
                                                   const std::string& salt,
                                                   std::size_t units) const {
   std::vector<Node*> path;
-  const auto root = roots_.find(salt);
-  if (root == roots_.end()) return path;
   units = std::min(units, tokens.size() / unit_);
-  for (Node* node = root->second.get(); path.size() < units;) {
-    const auto child = node->children.find(edge(tokens, path.size()));
+  for (const Node* node = &root_; path.size() < units; node = path.back()) {
+    const auto child = node->children.find(edge(tokens, salt, path.size()));
     if (child == node->children.end()) break;
-    node = child->second.get();
-    path.push_back(node);
+    path.push_back(child->second.get());
   }
   return path;
 }
@@ -49,38 +51,29 @@ std::vector<Prefix> PrefixIndex::take(std::span<const Token> tokens, const std::
   return pages;
 }
 
-void PrefixIndex::hang(Node& parent, std::vector<Token> edge, std::unique_ptr<Node> branch) {
-  Node& node = *branch;
-  node.parent = &parent;
-  node.place = parent.children.emplace(std::move(edge), std::move(branch)).first;
-}
-
 void PrefixIndex::add(std::span<const Token> tokens, const std::string& salt, std::size_t known,
                       std::vector<Prefix> pages) {
-  if (pages.empty()) {
-    if (const auto path = walk(tokens, salt, known); !path.empty()) touch(path.back());
-    return;
-  }
-  // The new branch is made aside and hung up in one step.
-  std::unique_ptr<Node> branch;
-  std::list<Node*> recent;
-  Node* leaf = nullptr;
-  std::size_t added = 0;
-  for (std::size_t i = pages.size(); i-- != 0;) {
-    auto node = std::make_unique<Node>();
-    node->pages = std::move(pages[i]);
-    node->recent = recent.insert(recent.end(), node.get());
-    added += pages_of(*node);
-    if (leaf == nullptr) leaf = node.get();
-    if (branch != nullptr) hang(*node, edge(tokens, known + i + 1), std::move(branch));
-    branch = std::move(node);
-  }
-  auto root = roots_.find(salt);
-  if (root == roots_.end()) root = roots_.emplace(salt, std::make_unique<Node>()).first;
   const std::vector<Node*> path = walk(tokens, salt, known);
-  hang(path.empty() ? *root->second : *path.back(), edge(tokens, known), std::move(branch));
-  recent_.splice(recent_.end(), recent);
-  pages_ += added;
+  Node* const parent = path.empty() ? &root_ : path.back();
+  Node* leaf = parent;
+  try {
+    for (Prefix& some : pages) {
+      std::list<Node*> recent(1);
+      auto node = std::make_unique<Node>();
+      node->parent = leaf;
+      node->pages = std::move(some);
+      const auto place = leaf->children.emplace(edge(tokens, salt, known++), std::move(node)).first;
+      leaf = place->second.get();
+      leaf->place = place;
+      leaf->recent = recent.begin();
+      recent.front() = leaf;
+      recent_.splice(recent_.end(), recent);
+      pages_ += pages_of(*leaf);
+    }
+  } catch (...) {
+    while (leaf != parent) forget(std::exchange(leaf, leaf->parent));
+    throw;
+  }
   touch(leaf);
 }
 
@@ -127,15 +120,12 @@ std::size_t PrefixIndex::evict(std::size_t pages) {
   }
   for (Node* node : going) forget(node);
   evictions_ += going.size();
-  // Salts come from requests, so an unknown salt must not leave a root behind.
-  std::erase_if(roots_, [](const auto& root) { return root.second->children.empty(); });
   return freed;
 }
 
 // One by one, because a long prompt's nodes would end inside one another.
 void PrefixIndex::clear() {
   while (!recent_.empty()) forget(recent_.front());
-  roots_.clear();
 }
 
 void PrefixIndex::forget(Node* node) {

@@ -66,17 +66,17 @@ class PrefixIndex {
     std::list<Node*>::iterator recent;
   };
 
-  std::vector<Token> edge(std::span<const Token> tokens, std::size_t unit) const;
+  std::vector<Token> edge(std::span<const Token> tokens, const std::string& salt,
+                          std::size_t unit) const;
   std::vector<Node*> walk(std::span<const Token> tokens, const std::string& salt,
                           std::size_t units) const;
   std::size_t idle(std::size_t pages, std::vector<Node*>& found) const VT_LOCKED;
   static std::size_t pages_of(const Node& node);
-  static void hang(Node& parent, std::vector<Token> edge, std::unique_ptr<Node> branch);
   void touch(Node* node) noexcept;
   void forget(Node* node);
 
   const std::size_t unit_;
-  std::map<std::string, std::unique_ptr<Node>> roots_;
+  Node root_;                // has no pages
   std::list<Node*> recent_;  // least recently used first, leaves before their parents
   std::size_t pages_ = 0;
   std::size_t evictions_ = 0;

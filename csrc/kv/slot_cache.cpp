@@ -39,7 +39,8 @@ void SlotCache::show_lengths() noexcept {
   std::span<const std::int64_t> lengths = lengths_->all();
   if (swaps_.any_arriving() || std::memchr(expects_.data(), true, expects_.size()) != nullptr) {
     for (std::size_t slot = 0; slot < lengths.size(); ++slot)
-      shown_lengths_[slot] = expects(slot) || swaps_.is_arriving(slot) ? 0 : lengths[slot];
+      shown_lengths_[slot] = expects(slot) ? 0 : lengths[slot];
+    swaps_.hide_arriving(shown_lengths_);
     lengths = shown_lengths_;
   }
   shown_->set_words(0, lengths);
@@ -120,9 +121,9 @@ std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
   return slot;
 }
 
-// A slot that begins has noted its caller's stream alone.
+// A slot that begins has noted its caller's stream alone; a named one only as far as launched.
 void SlotCache::begin(const Caller& caller, std::size_t slot, std::size_t length) {
-  if (caller.stream != stream_) stream_.reset();
+  if (caller.named || caller.stream != stream_) stream_.reset();
   lengths_->begin(slot, length);
 }
 
@@ -405,11 +406,14 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
     if (std::find(sources.begin(), sources.end(), beams[i]) == sources.end())
       dropped.push_back(beams[i]);
   }
-  for (const std::size_t slot : dropped) swaps_.await_arrival(caller, slot);
+  for (const std::size_t slot : dropped) {
+    swaps_.await_arrival(caller, slot);
+    buffers_.use(caller, slot);
+  }
   // With enough free slots the forks come first, and a refusal loses no beam.
   const bool beside = free_.has(dropped.size());
-  const auto drop = [&] {
-    for (const std::size_t slot : dropped) free(caller, slot);
+  const auto drop = [&]() noexcept {
+    for (const std::size_t slot : dropped) leave(slot);
   };
   if (!beside) drop();
   std::vector<std::size_t> result(sources.begin(), sources.end());

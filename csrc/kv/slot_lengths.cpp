@@ -123,7 +123,7 @@ void SlotLengths::require_due(const Caller& caller, std::span<const std::int64_t
     due.clear();
     for (std::size_t slot = 0; slot < lengths.size(); ++slot) {
       require_length(caller, slot, lengths[slot], bands);
-      if (lengths[slot] != lengths_[slot]) due.push_back(slot);
+      if (lengths[slot] != lengths_[slot] || room_[slot] < 0) due.push_back(slot);
     }
   }
   for (const std::size_t slot : due) {

@@ -14,8 +14,7 @@ SlotSwaps::SlotSwaps(SlotBuffers& buffers, const SlotLengths& lengths)
     : buffers_(buffers),
       lengths_(lengths),
       driver_(buffers.pool()->driver()),
-      away_(buffers.shape().slots, std::vector<std::shared_ptr<Swapped>>(buffers.shape().bands)),
-      arriving_(buffers.shape().slots) {}
+      away_(buffers.shape().slots, std::vector<Image*>(buffers.shape().bands)) {}
 
 std::vector<SlotSwaps::Part> SlotSwaps::parts_of(std::span<const std::size_t> slots,
                                                  Bands bands) const {
@@ -30,19 +29,19 @@ std::vector<SlotSwaps::Part> SlotSwaps::parts_of(std::span<const std::size_t> sl
   return parts;
 }
 
-// Adds the copies between `memory` and the first `length` positions of a part: with `head` those in
-// the pages that its group shares, else those past them. Returns the bytes of `memory`.
-std::size_t SlotSwaps::add_copies(std::vector<Copy>& copies, const Part& part, bool head,
-                                  std::size_t length, const Held& memory) const {
-  const Swapped& swapped = *part.swapped;
+// Adds the copies between an image and the first `length` positions of a part: those in the pages
+// of its head if the image is that, else those past them. Returns the bytes of the image.
+std::size_t SlotSwaps::add_copies(std::vector<Copy>& copies, const Part& part, std::size_t length,
+                                  const Image& image) const {
+  const Image* const head = part.image->head;
   std::size_t offset = 0;
   for (const std::size_t i : part.groups) {
     const RowGroup& group = buffers_.group(i);
-    const std::size_t shared = swapped.group == nullptr ? 0 : swapped.group->length;
+    const std::size_t shared = head == nullptr ? 0 : head->length;
     const std::size_t split = buffers_.page_of(i, shared) * buffers_.pool()->page_size();
     const std::size_t kept = split != 0 ? split : buffers_.begins(part.slot)[i] * group.item_bytes;
     const Interval left =
-        head ? Interval{0, split} : Interval{kept, swapped.length * group.item_bytes};
+        &image == head ? Interval{0, split} : Interval{kept, image.length * group.item_bytes};
     if (left.empty()) continue;
     const Interval wanted = intersection(left, {0, length * group.item_bytes});
     std::size_t row = 0;
@@ -52,22 +51,22 @@ std::size_t SlotSwaps::add_copies(std::vector<Copy>& copies, const Part& part, b
         const Address at =
             buffers_.range(i)->range().address(row * buffers_.shape().slots + part.slot, 0);
         copies.push_back(
-            {content.layers.front(), at + wanted.begin, &memory, offset, wanted.size()});
+            {content.layers.front(), at + wanted.begin, &image, offset, wanted.size()});
       }
     }
   }
   return offset;
 }
 
-// Makes a group of the slots that begin with the same pages as the first: whole units, so that page
-// sets can keep them. Null if no slot does.
-std::shared_ptr<SlotSwaps::Group> SlotSwaps::join(std::span<const Part> parts) const {
-  auto group = std::make_shared<Group>();
-  group->length = buffers_.shape().max_length;
+// Adds a head to `images` if slots begin with the same pages as the first one: whole units, so that
+// page sets can keep them.
+void SlotSwaps::join(std::span<const Part> parts, std::list<Image>& images) const {
+  Image head{.length = buffers_.shape().max_length};
+  std::vector<Image*> joined{parts.front().image};
   const PoolLock lock(buffers_.pool());
   const Part& first = parts.front();
   for (const Part& part : parts.subspan(1)) {
-    std::size_t length = std::min(first.swapped->length, part.swapped->length);
+    std::size_t length = std::min(first.image->length, part.image->length);
     for (const std::size_t i : part.groups) {
       const Buffer& buffer = buffers_.at(part.slot, i);
       const std::size_t pages = buffer.shared_with(buffers_.at(first.slot, i));
@@ -79,14 +78,12 @@ std::shared_ptr<SlotSwaps::Group> SlotSwaps::join(std::span<const Part> parts) c
     }
     length -= length % buffers_.unit();
     if (length == 0) continue;
-    group->length = std::min(group->length, length);
-    part.swapped->group = group;
-    ++group->waiting;
+    head.length = std::min(head.length, length);
+    joined.push_back(part.image);
   }
-  if (group->waiting == 0) return nullptr;
-  first.swapped->group = group;
-  ++group->waiting;
-  return group;
+  if (joined.size() == 1) return;
+  images.push_back(std::move(head));
+  for (Image* const image : joined) image->head = &images.back();
 }
 
 // Has the copying stream wait for the work launched so far on a part's rows, and the unmapping of
@@ -104,42 +101,39 @@ void SlotSwaps::swap_out(const Caller& caller, std::span<const std::size_t> slot
                          const AllocateHost& allocate) {
   if (slots.empty()) return;
   std::vector<Part> parts = parts_of(slots, bands);
+  std::list<Image> made;
   for (Part& part : parts) {
-    part.swapped = std::make_shared<Swapped>();
-    part.swapped->length = lengths_.length(part.slot, part.bands.front());
+    part.image = &made.emplace_back();
+    part.image->length = lengths_.length(part.slot, part.bands.front());
   }
-  const std::shared_ptr<Group> group = bands.empty() ? join(parts) : nullptr;
+  if (bands.empty()) join(parts, made);
 
   std::vector<Copy> copies;
-  const auto add = [&](const Part& part, bool head, std::list<Held>& to) {
-    Held& held = to.emplace_back();
-    held.bytes = add_copies(copies, part, head, part.swapped->length, held);
-    if (held.bytes != 0) held.memory = allocate(held.bytes);
-  };
-  for (const Part& part : parts) add(part, false, part.swapped->memory);
-  if (group != nullptr) add(parts.front(), true, group->head);
-
-  try {
-    for (const Part& part : parts) order_copies(caller, part);
-    for (const auto& [layer, at, memory, offset, bytes] : copies)
-      driver_.copy(CopyDirection::out, at, memory->memory.get() + offset, bytes,
-                   driver_.copy_stream());
-    const FencePtr copied = driver_.fence(driver_.copy_stream());
-    for (const Part& part : parts) part.swapped->copied = copied;
-  } catch (...) {
-    // Copies that were launched still write to this memory.
-    for (const Part& part : parts) held_.splice(held_.end(), part.swapped->memory);
-    if (group != nullptr) held_.splice(held_.end(), group->head);
-    throw;
-  }
-  // From here on nothing is refused.
-  if (group != nullptr) bytes_ += group->head.front().bytes;
   for (const Part& part : parts) {
-    bytes_ += part.swapped->memory.front().bytes;
+    for (Image* const image : {part.image, part.image->head}) {
+      if (image == nullptr || image->bytes != 0) continue;
+      image->bytes = add_copies(copies, part, part.image->length, *image);
+      if (image->bytes != 0) image->memory = allocate(image->bytes);
+    }
+  }
+  // Without a use: copies that were launched before a refusal still write to them.
+  unused_ += made.size();
+  images_.splice(images_.end(), made);
+  for (const Part& part : parts) order_copies(caller, part);
+  for (const auto& [layer, at, image, offset, bytes] : copies)
+    driver_.copy(CopyDirection::out, at, image->memory.get() + offset, bytes,
+                 driver_.copy_stream());
+  const FencePtr copied = driver_.fence(driver_.copy_stream());
+  // From here on nothing is refused.
+  for (const Part& part : parts) {
+    part.image->copied = copied;
+    begin_use(*part.image, part.bands.size());
+    if (part.image->head != nullptr) begin_use(*part.image->head, 1);
     for (const std::size_t band : part.bands) {
-      away_[part.slot][band] = part.swapped;
-      std::erase_if(arriving_[part.slot],
-                    [band](const Arriving& copy) { return copy.band == band; });
+      away_[part.slot][band] = part.image;
+      arriving_.remove_if([&part, band](const Arriving& copy) {
+        return copy.slot == part.slot && copy.band == band;
+      });
     }
     send_back(part);
   }
@@ -147,69 +141,63 @@ void SlotSwaps::swap_out(const Caller& caller, std::span<const std::size_t> slot
 
 void SlotSwaps::swap_in(const Caller& caller, std::span<const std::size_t> slots, Bands bands) {
   std::vector<Part> parts = parts_of(slots, bands);
-  for (Part& part : parts) part.swapped = away_[part.slot][part.bands.front()];
-  std::vector<std::list<Arriving>> arriving;
-  arriving.reserve(parts.size());
-  coming_.reserve(coming_.size() + parts.size());
-  std::vector<Group*> opened;  // whose pages are here by this call
+  for (Part& part : parts) part.image = away_[part.slot][part.bands.front()];
+  std::list<Arriving> arriving;
+  std::size_t here = 0;        // parts that are
+  std::vector<Image*> opened;  // heads whose pages are here by this call
   opened.reserve(parts.size());
   try {
     for (const Part& part : parts) {
-      arriving.push_back(bring_in(caller, part));
-      Group* const group = part.swapped->group.get();
-      if (group == nullptr || !group->pages.empty() || group->waiting == 1) continue;
-      opened.push_back(group);
+      bring_in(caller, part, arriving);
+      ++here;
+      Image* const head = part.image->head;
+      if (head == nullptr || !head->pages.empty() || head->uses == 1) continue;
+      opened.push_back(head);
       share_again(caller, part);
     }
   } catch (...) {
-    for (std::size_t i = 0; i < arriving.size(); ++i) send_back(parts[i]);
-    for (Group* const group : opened) group->pages.clear();
+    for (std::size_t i = 0; i < here; ++i) send_back(parts[i]);
+    for (Image* const head : opened) head->pages.clear();
     throw;
   }
   // From here on nothing is refused.
-  for (std::size_t i = 0; i < parts.size(); ++i) {
-    const Part& part = parts[i];
-    arriving_[part.slot].splice(arriving_[part.slot].end(), arriving[i]);
-    coming_.push_back(part.slot);
+  arriving_.splice(arriving_.end(), arriving);
+  for (const Part& part : parts) {
     drop(part.slot, part.bands);
     if (lengths_.length(part.slot, part.bands.front()) != 0) continue;
     for (const std::size_t group : part.groups) buffers_.begin_anew(part.slot, group);
   }
 }
 
-// Maps pages for the positions of a part that were not truncated meanwhile and launches the copies.
-// The host memory stays until `drop`.
-std::list<SlotSwaps::Arriving> SlotSwaps::bring_in(const Caller& caller, const Part& part) {
-  const Swapped& swapped = *part.swapped;
-  const Group* const group = swapped.group.get();
-  const bool shared = group != nullptr && !group->pages.empty();
+// Maps pages for the positions of a part that were not truncated meanwhile, and launches the
+// copies. The host memory stays until `drop`.
+void SlotSwaps::bring_in(const Caller& caller, const Part& part, std::list<Arriving>& arriving) {
+  const Image* const head = part.image->head;
+  const bool shared = head != nullptr && !head->pages.empty();
   const std::size_t length = lengths_.length(part.slot, part.bands.front());
 
   std::vector<Copy> copies;
-  static_cast<void>(add_copies(copies, part, false, length, swapped.memory.front()));
-  if (group != nullptr && !shared)
-    static_cast<void>(add_copies(copies, part, true, length, group->head.front()));
+  static_cast<void>(add_copies(copies, part, length, *part.image));
+  if (head != nullptr && !shared) static_cast<void>(add_copies(copies, part, length, *head));
   std::sort(copies.begin(), copies.end(),
             [](const Copy& a, const Copy& b) { return a.layer < b.layer; });
 
-  restore(caller, part, length, shared ? group->pages : Prefix());
-  std::list<Arriving> arriving;
+  restore(caller, part, length, shared ? head->pages : Prefix());
   try {
     order_copies(caller, part);
     for (std::size_t i = 0; i < copies.size(); ++i) {
       const std::size_t layer = copies[i].layer;
       driver_.copy(CopyDirection::in, copies[i].at,
-                   copies[i].memory->memory.get() + copies[i].offset, copies[i].bytes,
+                   copies[i].image->memory.get() + copies[i].offset, copies[i].bytes,
                    driver_.copy_stream());
       if (i + 1 < copies.size() && copies[i + 1].layer == layer) continue;
       arriving.push_back(
-          {layer, buffers_.band_of_layer(layer), driver_.fence(driver_.copy_stream())});
+          {part.slot, buffers_.band_of_layer(layer), layer, driver_.fence(driver_.copy_stream())});
     }
   } catch (...) {
     send_back(part);
     throw;
   }
-  return arriving;
 }
 
 // Maps pages for the first `length` positions of a part: those of `prefix` first, then fresh ones.
@@ -243,58 +231,66 @@ void SlotSwaps::send_back(const Part& part) noexcept {
   for (const std::size_t group : part.groups) buffers_.at(part.slot, group).retract({});
 }
 
-// The first slot of a group is back: the others will map its pages. If a refusal prevents that,
+// The first slot of a head is back: the others will map its pages. If a refusal prevents that,
 // they copy the bytes instead.
 void SlotSwaps::share_again(const Caller& caller, const Part& part) noexcept {
-  Group& group = *part.swapped->group;
+  Image& head = *part.image->head;
   try {
     Prefix pages;
     for (const std::size_t i : part.groups) {
-      const Interval whole{0, buffers_.page_of(i, group.length)};
+      const Interval whole{0, buffers_.page_of(i, head.length)};
       pages.push_back(buffers_.at(part.slot, i).offer(caller, {&whole, 1}).front());
     }
-    group.pages = std::move(pages);
+    head.pages = std::move(pages);
   } catch (const std::exception&) {
   }
 }
 
-// Releases the host memory of `bands`, and a group's with its last slot.
-void SlotSwaps::drop(std::size_t slot, Bands bands) noexcept {
-  std::vector<std::shared_ptr<Swapped>>& away = away_[slot];
-  for (const std::size_t band : bands) {
-    const std::shared_ptr<Swapped> left = std::exchange(away[band], nullptr);
-    if (left == nullptr || std::find(away.begin(), away.end(), left) != away.end()) continue;
-    release(left->memory);
-    if (left->group == nullptr || --left->group->waiting != 0) continue;
-    release(left->group->head);
-    left->group->pages.clear();  // they stay with the slots that have mapped them
+void SlotSwaps::begin_use(Image& image, std::size_t uses) noexcept {
+  if (image.uses == 0) {
+    --unused_;
+    bytes_ += image.bytes;
   }
+  image.uses += uses;
 }
 
-void SlotSwaps::release(std::list<Held>& memory) noexcept {
-  for (const Held& held : memory) bytes_ -= held.bytes;
-  held_.splice(held_.end(), memory);
+void SlotSwaps::end_use(Image& image) noexcept {
+  if (--image.uses != 0) return;
+  ++unused_;
+  bytes_ -= image.bytes;
+  image.pages.clear();  // they stay with the slots that have mapped them
+}
+
+// Ends the use of the images of `bands`, and of their heads.
+void SlotSwaps::drop(std::size_t slot, Bands bands) noexcept {
+  for (const std::size_t band : bands) {
+    Image* const image = std::exchange(away_[slot][band], nullptr);
+    if (image == nullptr) continue;
+    end_use(*image);
+    if (image->uses == 0 && image->head != nullptr) end_use(*image->head);
+  }
 }
 
 void SlotSwaps::forget(std::size_t slot) noexcept {
   drop(slot, lengths_.or_all({}));
-  arriving_[slot].clear();
+  arriving_.remove_if([slot](const Arriving& copy) { return copy.slot == slot; });
 }
 
 void SlotSwaps::settle() noexcept {
-  if (coming_.empty() && held_.empty()) return;
   try {
-    std::erase_if(coming_, [&](std::size_t slot) {
-      const FencePtr last = last_arrival(slot);
-      if (last != nullptr && !driver_.passed(*last)) return false;
-      arriving_[slot].clear();
-      return true;
-    });
-    for (auto held = held_.begin(); held != held_.end();) {
-      if (!held->until) held->until = driver_.fence(driver_.copy_stream());
-      const FencePtr& until = *held->until;
-      if (until != nullptr && !driver_.passed(*until)) return;  // later ones have not passed either
-      held = held_.erase(held);
+    while (!arriving_.empty()) {
+      const FencePtr& over = arriving_.front().over;
+      if (over != nullptr && !driver_.passed(*over)) break;
+      arriving_.pop_front();
+    }
+    if (unused_ == 0) return;
+    for (auto image = images_.begin(); image != images_.end();) {
+      const auto it = image++;
+      if (it->uses != 0) continue;
+      if (!it->until) it->until = driver_.fence(driver_.copy_stream());
+      if (*it->until != nullptr && !driver_.passed(**it->until)) continue;
+      images_.erase(it);
+      --unused_;
     }
   } catch (const std::exception&) {
     // Asked again by the next operation.
@@ -302,37 +298,44 @@ void SlotSwaps::settle() noexcept {
 }
 
 void SlotSwaps::close() noexcept {
-  if (held_.empty()) return;
-  std::shared_ptr<std::list<Held>> rest;
+  if (images_.empty()) return;
+  std::shared_ptr<std::list<Image>> rest;
   try {
     const FencePtr copied = driver_.fence(driver_.copy_stream());
-    if (copied == nullptr || driver_.passed(*copied)) return held_.clear();
-    rest = std::make_shared<std::list<Held>>();
-    rest->swap(held_);
+    if (copied == nullptr || driver_.passed(*copied)) return images_.clear();
+    rest = std::make_shared<std::list<Image>>();
+    rest->swap(images_);
     buffers_.pool()->keep_until(copied, rest);
   } catch (const std::exception&) {
     // Nothing says when the device's copies end: this memory is leaked.
-    if (auto* const lost = new (std::nothrow) std::list<Held>)
-      lost->swap(rest == nullptr ? held_ : *rest);
+    if (auto* const lost = new (std::nothrow) std::list<Image>)
+      lost->swap(rest == nullptr ? images_ : *rest);
   }
 }
 
 bool SlotSwaps::is_away(std::size_t slot, std::optional<std::size_t> layer) const {
-  const std::vector<std::shared_ptr<Swapped>>& away = away_[slot];
+  const std::vector<Image*>& away = away_[slot];
   if (layer) return away[buffers_.band_of_layer(*layer)] != nullptr;
-  return std::any_of(away.begin(), away.end(), [](const auto& part) { return part != nullptr; });
+  return std::any_of(away.begin(), away.end(), [](const Image* image) { return image != nullptr; });
 }
 
 std::size_t SlotSwaps::shared_positions(std::size_t slot,
-                                        std::unordered_set<const void*>& groups) const {
-  const std::shared_ptr<Swapped>& swapped = away_[slot].front();
-  const Group* const group = swapped == nullptr ? nullptr : swapped->group.get();
-  if (group == nullptr || (group->pages.empty() && groups.insert(group).second)) return 0;
-  return group->length;
+                                        std::unordered_set<const void*>& heads) const {
+  const Image* const image = away_[slot].front();
+  const Image* const head = image == nullptr ? nullptr : image->head;
+  if (head == nullptr || (head->pages.empty() && heads.insert(head).second)) return 0;
+  return head->length;
 }
 
-FencePtr SlotSwaps::last_arrival(std::size_t slot) const {
-  return arriving_[slot].empty() ? nullptr : arriving_[slot].back().over;
+// After the copies of a slot; of those into rows of one band that `layer` or an earlier one reads
+// first, if it is given.
+FencePtr SlotSwaps::last_arrival(std::size_t slot, std::optional<std::size_t> layer) const {
+  for (auto copy = arriving_.rbegin(); copy != arriving_.rend(); ++copy) {
+    if (copy->slot != slot) continue;
+    if (!layer || (copy->band == buffers_.band_of_layer(*layer) && copy->layer <= *layer))
+      return copy->over;
+  }
+  return nullptr;
 }
 
 FencePtr SlotSwaps::copies(std::size_t slot, std::optional<std::size_t> layer) {
@@ -342,18 +345,13 @@ FencePtr SlotSwaps::copies(std::size_t slot, std::optional<std::size_t> layer) {
     // One fence after copies in both directions: they run in one stream.
     return is_away(slot, layer) ? driver_.fence(driver_.copy_stream()) : last_arrival(slot);
   }
-  const std::size_t band = buffers_.band_of_layer(*layer);
-  if (away_[slot][band] != nullptr) return away_[slot][band]->copied;
-  const std::list<Arriving>& arriving = arriving_[slot];
-  for (auto copy = arriving.rbegin(); copy != arriving.rend(); ++copy) {
-    if (copy->band == band && copy->layer <= *layer) return copy->over;
-  }
-  return nullptr;
+  const Image* const image = away_[slot][buffers_.band_of_layer(*layer)];
+  return image != nullptr ? image->copied : last_arrival(slot, layer);
 }
 
 FencePtr SlotSwaps::arrivals() {
   settle();
-  return coming_.empty() ? nullptr : driver_.fence(driver_.copy_stream());
+  return arriving_.empty() ? nullptr : driver_.fence(driver_.copy_stream());
 }
 
 void SlotSwaps::await_arrival(const Caller& caller, std::size_t slot) {

@@ -49,9 +49,12 @@ class SlotSwaps {
   // A fence after the copies of a slot that `layer` waits for, or after all of them. Null if there
   // are none.
   FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
-  // Whether copies of the slot, or of any slot, from host memory may be under way.
-  bool any_arriving() const noexcept { return !coming_.empty(); }
-  bool is_arriving(std::size_t slot) const noexcept { return !arriving_[slot].empty(); }
+  // Whether copies from host memory may be under way. `hide_arriving` sets the lengths of the slots
+  // that they are of to 0.
+  bool any_arriving() const noexcept { return !arriving_.empty(); }
+  void hide_arriving(std::span<std::int64_t> lengths) const noexcept {
+    for (const Arriving& copy : arriving_) lengths[copy.slot] = 0;
+  }
   // A fence after the copies of all slots that are coming back. Null if there are none.
   FencePtr arrivals();
   // Waits until the slot's copies from host memory have ended. Throws TimedOut.
@@ -63,36 +66,28 @@ class SlotSwaps {
   void await_departure(const Caller& caller, std::size_t slot,
                        std::optional<std::size_t> layer = std::nullopt) const;
 
-  // Positions of a swapped slot whose pages another slot of its group has, or brings back first.
-  // `groups`: those already counted by the caller; adds the slot's group.
-  std::size_t shared_positions(std::size_t slot, std::unordered_set<const void*>& groups) const;
+  // Positions of a swapped slot whose pages another slot with its head has, or brings back first.
+  // `heads`: those already counted by the caller; adds the slot's.
+  std::size_t shared_positions(std::size_t slot, std::unordered_set<const void*>& heads) const;
   // Bytes of host memory that swapped slots take.
   std::size_t bytes() const { return bytes_; }
 
  private:
-  // Host memory that copies may still use.
-  struct Held {
-    HostMemory memory = nullptr;
-    std::size_t bytes = 0;
-    // It is let go once this has passed, which is made when the holder no longer needs it.
-    std::optional<FencePtr> until = std::nullopt;
-  };
-  // Slots that were swapped out together and begin with the same pages.
-  struct Group {
-    std::size_t length = 0;   // positions whose pages all slots shared
-    std::list<Held> head;     // the bytes of those positions
-    std::size_t waiting = 0;  // slots that have not come back
-    Prefix pages;             // of those positions, once the first slot is back
-  };
-  struct Swapped {
+  // Host memory with the positions of a slot, of a band of one, or of a head: the positions that
+  // slots which were swapped out together begin with, in the same pages.
+  struct Image {
     std::size_t length = 0;
-    std::list<Held> memory;  // bytes of the positions past the group's
-    std::shared_ptr<Group> group;
-    FencePtr copied;
+    std::size_t bytes = 0;
+    HostMemory memory = nullptr;
+    FencePtr copied = nullptr;  // after the copies to it
+    Image* head = nullptr;      // which has its first positions; null: it has them itself
+    std::size_t uses = 0;       // bands in it; of a head: slots that have not come back
+    Prefix pages = {};          // of a head: its pages, once the first slot is back
+    std::optional<FencePtr> until = std::nullopt;  // made once it has no use, for its end
   };
   // Copies from host memory under way, of rows that `layer` is the first to read.
   struct Arriving {
-    std::size_t layer, band;
+    std::size_t slot, band, layer;
     FencePtr over;
   };
   // A slot, or one band of a slot: what is swapped as a unit.
@@ -100,37 +95,38 @@ class SlotSwaps {
     std::size_t slot;
     Bands bands;
     std::vector<std::size_t> groups;
-    std::shared_ptr<Swapped> swapped;
+    Image* image;
   };
   // A copy between one row of a slot and host memory.
   struct Copy {
     std::size_t layer;  // the first that reads them
     Address at;
-    const Held* memory;
+    const Image* image;
     std::size_t offset, bytes;
   };
 
   std::vector<Part> parts_of(std::span<const std::size_t> slots, Bands bands) const;
-  std::size_t add_copies(std::vector<Copy>& copies, const Part& part, bool head, std::size_t length,
-                         const Held& memory) const;
-  std::shared_ptr<Group> join(std::span<const Part> parts) const;
+  std::size_t add_copies(std::vector<Copy>& copies, const Part& part, std::size_t length,
+                         const Image& image) const;
+  void join(std::span<const Part> parts, std::list<Image>& images) const;
   void order_copies(const Caller& caller, const Part& part);
-  std::list<Arriving> bring_in(const Caller& caller, const Part& part);
+  void bring_in(const Caller& caller, const Part& part, std::list<Arriving>& arriving);
   void restore(const Caller& caller, const Part& part, std::size_t length, const Prefix& prefix);
   void send_back(const Part& part) noexcept;
   void share_again(const Caller& caller, const Part& part) noexcept;
   void drop(std::size_t slot, Bands bands) noexcept;
-  void release(std::list<Held>& memory) noexcept;
-  FencePtr last_arrival(std::size_t slot) const;
+  void begin_use(Image& image, std::size_t uses) noexcept;
+  void end_use(Image& image) noexcept;
+  FencePtr last_arrival(std::size_t slot, std::optional<std::size_t> layer = std::nullopt) const;
 
   SlotBuffers& buffers_;
   const SlotLengths& lengths_;
   Driver& driver_;
-  std::vector<std::vector<std::shared_ptr<Swapped>>> away_;  // [slot][band]: null if it has pages
-  std::vector<std::list<Arriving>> arriving_;                // [slot], in the order of their copies
-  std::vector<std::size_t> coming_;  // slots with copies from host memory under way
-  std::list<Held> held_;             // memory that no slot needs and copies may still use
-  std::size_t bytes_ = 0;
+  std::list<Image> images_;
+  std::size_t unused_ = 0;  // images without a use: copies may still read or write them
+  std::vector<std::vector<Image*>> away_;  // [slot][band]: null if it has pages
+  std::list<Arriving> arriving_;           // in the order of their copies
+  std::size_t bytes_ = 0;                  // of images with a use
 };
 
 }  // namespace vtensor

@@ -172,7 +172,9 @@ TEST_CASE_TEMPLATE("tensors", T, OnHost, OnSimulation) {
     };
   });
   each_allocation<T>("publish", [](Bench& bench) {
-    return [buffer = bench.buffer(40)] { buffer->pool()->end(buffer->publish()); };
+    return [buffer = bench.buffer(40)] {
+      buffer->pool()->end(buffer->publish(buffer->indices_of(buffer->positions())));
+    };
   });
 }
 
@@ -278,6 +280,7 @@ TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
     Reservation::Arrival* const one = &arrival;
     Reservation::carry_out({&one, 1}, side, true);
     REQUIRE(arrival.zeroed != nullptr);
+    buffer->use({"test", pool->driver().copy_stream()});  // noted meanwhile
     {
       const PoolLock lock(pool);
       allowed = 0;
@@ -513,6 +516,52 @@ void refuse_each_allocation(const std::function<void(DriverBench&)>& operate) {
     CHECK(left.handles == 0);
     CHECK(left.mappings == 0);
     CHECK(left.ranges == 0);
+  }
+}
+
+// In a tree as deep as the prompt is long.
+TEST_CASE("a prompt of many units that the index has no memory for leaves none") {
+  constexpr std::size_t kUnits = 50'000;
+  const auto pool = slots::Bench<OnHost>::open(8, {});
+  const auto nothing = std::make_shared<PageSet>(pool, Interval{}, std::vector<Page*>{});
+  const std::vector<Token> tokens(kUnits);
+  PrefixIndex index(1);
+  const auto add = [&](std::size_t known) {
+    index.add(tokens, "salt", known, std::vector<Prefix>(kUnits - known, Prefix{nothing}));
+  };
+  std::vector<Prefix> pages(kUnits, Prefix{nothing});
+  allowed = 3 * kUnits;
+  CHECK_THROWS_AS(index.add(tokens, "salt", 0, std::move(pages)), std::bad_alloc);
+  allowed = -1;
+  CHECK(index.size() == 0);
+  CHECK(index.known(tokens, "salt") == 0);
+  add(0);
+  CHECK(index.known(tokens, "salt") == kUnits);
+  CHECK(index.known(tokens, "") == 0);
+}
+
+TEST_CASE("the end of a fence needs no memory, whichever allocation was refused before") {
+  const std::shared_ptr<PagePool> pool =
+      PagePool::create(OnSimulation::open(), {.budget = kPages * kPage});
+  Driver& driver = pool->driver();
+  std::vector<FencePtr> fences;
+  for (long n = 0, left = -1; left < 0; ++n) {
+    fences.clear();
+    // More than before, so that there has to be room for more.
+    for (bool refused = false; !refused;) {
+      allowed = n;
+      try {
+        fences.push_back(driver.fence(driver.side_stream()));
+      } catch (const std::bad_alloc&) {
+        refused = true;
+      }
+      left = std::exchange(allowed, -1);
+      if (fences.size() == 64) break;
+    }
+    while (fences.size() < 80) fences.push_back(driver.fence(driver.side_stream()));
+    allowed = 0;
+    for (FencePtr& fence : fences) fence.reset();
+    allowed = -1;
   }
 }
 

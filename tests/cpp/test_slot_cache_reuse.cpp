@@ -166,6 +166,23 @@ TEST_CASE_TEMPLATE("a slot whose pages the driver keeps makes nobody wait", T, O
   bench.finish();
 }
 
+TEST_CASE_TEMPLATE("an empty slot is found behind any number whose pages the driver keeps", T,
+                   OnHost, OnSimulation) {
+  constexpr std::size_t kKept = 20;
+  Bench<T> bench(plain(kKept + 2), 400);
+  const std::size_t parent = bench.alloc();
+  CHECK(bench.grow(parent, 9));
+  const std::vector<std::size_t> forks = bench.fork(parent, kKept);
+  const std::size_t empty = bench.alloc();
+  bench.pool->driver().meter().fail_after(0, 1'000'000);
+  for (const std::size_t fork : forks) bench.free(fork);  // shared pages are not cached
+  bench.free(empty);
+  CHECK(bench.alloc() == empty);
+  bench.pool->driver().meter().disarm();
+  bench.check();
+  bench.finish();
+}
+
 TEST_CASE_TEMPLATE("a slot whose rows cannot all be had stays as it was (I8)", T, OnHost,
                    OnSimulation) {
   Bench<T> bench({2, 64, 1, 0, {{2, 1024, 0}, {1, 2048, 0}}}, 100,

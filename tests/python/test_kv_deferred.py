@@ -106,6 +106,7 @@ def test_calls_refused_to_the_mapper_are_made_by_the_step(cache):
 FIRST = {
     "a step": lambda cache, slot: cache.step(lengths_with(cache, slot, PREFIX + 1)),
     "a step of the same length": lambda cache, slot: cache.step(cache.lengths),
+    "a step of a band": lambda cache, slot: cache.step(cache.lengths, bands=[0]),
     "a wait": lambda cache, slot: cache.wait(slot),
     "a fork": lambda cache, slot: cache.fork(slot),
     "a beam": lambda cache, slot: cache.reorder([slot], [slot]) and cache.fork(slot),

@@ -164,6 +164,29 @@ def test_growth_beside_another_current_context_is_refused(sim, stream_pool):
     t.extend(8)
 
 
+def test_a_forked_slot_is_used_by_a_stream_that_is_recorded_again(sim, stream_pool):
+    """I7: the fork has waited for the stream so far, and nothing has noted it for later."""
+    pool = stream_pool()
+    cache = vtensor.KVCache(1, 1, 64, max_batch=2, max_len=256, dtype=torch.uint8, tile=1, pool=pool)
+    slot = cache.alloc()
+    assert cache.step([256, 0])
+    stream = sim.stream()
+    cache.record_stream(stream)
+    (fork,) = cache.fork(slot, 1, stream=stream)
+    cache.record_stream(stream)
+    sim.hold(stream)
+    for rows in cache[0]:
+        sim.kernel(stream, rows[fork])
+    cache.free(slot, stream=sim.stream())
+    cache.free(fork, stream=sim.stream())
+    pool.trim()
+    assert pool.stats().pages_pinned == 16  # 8 pages, mapped in both
+    sim.release(stream)
+    pool.wait_idle()
+    assert pool.stats().pages_pinned == 0 and sim.illegal_accesses() == 0
+    cache.close()
+
+
 def test_a_fork_lets_the_named_stream_go(sim, stream_pool):
     """It is waited for once; what numbers a stream that is gone is not asked again."""
     pool = stream_pool()
