@@ -295,6 +295,23 @@ def test_what_is_closed_does_not_sleep(scene):
     assert scene.t[0].item() == 7
 
 
+@pytest.mark.parametrize("one", ["cache", "arena"])
+def test_what_another_thread_closes_does_not_keep_the_rest_awake(scene, monkeypatch, one):
+    closing = getattr(scene, one)
+    fall_asleep = type(closing)._fall_asleep
+
+    def close_first(self, *args):
+        if self is closing:
+            self.close()
+        fall_asleep(self, *args)
+
+    monkeypatch.setattr(type(closing), "_fall_asleep", close_first)
+    scene.pool.sleep(contents="host")
+    assert closing.closed and scene.pool.stats().pages_mapped == 0
+    scene.pool.wake()
+    assert scene.fork[5] == 1 and scene.view.eq(7).all()
+
+
 def test_a_pool_closed_asleep(pool_factory, kind, tmp_path):
     pool = pool_factory(kind, 256)
     scene = Scene(pool)
