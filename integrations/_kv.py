@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import vtensor
-from vtensor import InvalidArgument, KVCache, VTensor
+from vtensor import InvalidArgument, KVCache, Reader, VTensor
 
 from .full_extent import FullExtent
 
@@ -39,9 +39,9 @@ def leased(
 ) -> AbstractContextManager[Any]:
     """A ``vtensor.lease`` over the VTensors among ``tensors``, for a launch with ``query``.
 
-    A cache records the stream instead: pages that its slots give up later wait for it. It must map the
-    ``tile`` rows that the kernel reads at once. On a CPU there is no lease, because the kernel has ended when
-    it returns, and its arguments keep their pages until then. Kernels there read no tiles.
+    A cache and a Reader record the stream instead: pages that they give up later wait for it. A cache must
+    map the ``tile`` rows that the kernel reads at once. On a CPU there is no lease, because the kernel has
+    ended when it returns, and its arguments keep their pages until then. Kernels there read no tiles.
     """
     if query.is_cpu:
         return _NOTHING
@@ -52,7 +52,12 @@ def leased(
                 f"with tile={tile} or more"
             )
         cache.record_stream()
-    found = [t for t in tensors if isinstance(t, VTensor)]
+    found = []
+    for t in tensors:
+        if isinstance(t, Reader):
+            t.record_stream(torch.cuda.current_stream(query.device))
+        elif isinstance(t, VTensor):
+            found.append(t)
     return vtensor.lease(*found) if found else _NOTHING
 
 

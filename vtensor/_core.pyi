@@ -614,8 +614,8 @@ def attention_views(operation: str, key: object | None, value: object | None, he
     Args:
         operation: the name of the function in messages.
         key, value: ``[rows, positions, heads, head size]``, or ``[positions, heads, head size]`` for one row or packed
-            sequences: VTensors, layers of a KVCache and views of them, or plain tensors. VTensors with positions and
-            heads exchanged are transposed.
+            sequences: VTensors and Readers, layers of a KVCache and views of them, or plain tensors. VTensors with
+            positions and heads exchanged are transposed.
         heads_first: the kernel takes ``[rows, heads, positions, head size]``.
         lengths: the positions to read of each row: None for all, a number for all rows, or a tensor with one for each.
             If there is one row, a tensor may also have the ends of packed sequences. What a tensor on a device holds is

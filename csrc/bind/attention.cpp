@@ -117,28 +117,44 @@ std::optional<std::vector<RowNeed>> Launch::needs(std::int64_t of_rows,
   return needed;
 }
 
-// The core of a VTensor, null of other objects. Throws Closed.
-TensorCore* core_of(nb::handle object) {
+// The shape of a VTensor, and the dimension along which it grows.
+struct Grown {
+  Numbers shape;
+  std::size_t grow_dim;
+
+  std::int64_t length() const { return shape[grow_dim]; }
+};
+
+// Nothing of other objects than VTensors. Throws Closed.
+std::optional<Grown> grown_in(nb::handle object) {
   TorchBridge& torch = TorchBridge::get();
-  if (torch.is_plain(object)) return nullptr;
+  if (torch.is_plain(object)) return {};
   nb::object found = nb::getattr(object, "_core", nb::none());
-  TensorCore* core = nullptr;
-  if (found.is_none() || !nb::try_cast(found, core)) return nullptr;
-  if (core->closed()) torch.detach(object);  // raises Closed
-  return core;
+  if (found.is_none()) return {};
+  if (TensorCore* core = nullptr; nb::try_cast(found, core)) {
+    if (core->closed()) torch.detach(object);  // raises Closed
+    const TensorSpec& spec = core->spec();
+    Grown grown{spec.sizes, spec.grow_dim};
+    grown.shape[grown.grow_dim] = static_cast<std::int64_t>(core->length());
+    return grown;
+  }
+  // A reader, whose core knows no shape.
+  const nb::object grow_dim = nb::getattr(object, "_grow_dim", nb::none());
+  TensorFacts seen;
+  if (grow_dim.is_none() || !torch.read(torch.detach(object), seen)) return {};
+  return Grown{std::move(seen.shape), nb::cast<std::size_t>(grow_dim)};
 }
 
 // The plain view of a VTensor that the kernel gets.
-nb::object view_of(const Launch& launch, nb::handle tensor, const TensorCore& core) {
+nb::object view_of(const Launch& launch, nb::handle tensor, const Grown& grown) {
   TorchBridge& torch = TorchBridge::get();
-  const TensorSpec& spec = core.spec();
-  const std::size_t rank = spec.sizes.size(), dim = launch.positions_dim(rank);
+  const std::size_t rank = grown.shape.size(), dim = launch.positions_dim(rank);
   nb::object view = torch.detach(tensor);
   if (rank != kRowsRank && rank != kPackedRank) return view;
-  const bool transposed = rank == kRowsRank && spec.grow_dim == 3 - dim;
+  const bool transposed = rank == kRowsRank && grown.grow_dim == 3 - dim;
   if (transposed) view = view.attr("transpose")(1, 2);
-  const std::int64_t holds = spec.size(transposed ? spec.grow_dim : dim, core.length());
-  const auto needed = launch.needs(rank == kRowsRank ? spec.size(0, core.length()) : 1, holds);
+  const std::int64_t holds = grown.shape[transposed ? grown.grow_dim : dim];
+  const auto needed = launch.needs(rank == kRowsRank ? grown.shape[0] : 1, holds);
   if (!needed || needed->empty() || !is_number(launch.lengths)) return view;
   const std::int64_t read = needed->front().second;
   return read == holds ? view : torch.narrow(view, dim, 0, static_cast<std::size_t>(read));
@@ -228,15 +244,15 @@ nb::tuple views(const char* operation, nb::handle key, nb::handle value, bool he
                 nb::handle lengths, std::int64_t added, nb::handle index, nb::handle rows) {
   const Launch launch{operation, heads_first, lengths, added, index, rows};
   const std::array<nb::handle, 2> given{key, value};
-  const std::array<TensorCore*, 2> cores{core_of(key), core_of(value)};
-  if (cores[0] != nullptr && cores[1] != nullptr && cores[0]->length() != cores[1]->length())
-    refuse(operation, "K has ", cores[0]->length(), " positions, V ", cores[1]->length(),
+  const std::array<std::optional<Grown>, 2> grown{grown_in(key), grown_in(value)};
+  if (grown[0] && grown[1] && grown[0]->length() != grown[1]->length())
+    refuse(operation, "K has ", grown[0]->length(), " positions, V ", grown[1]->length(),
            ": append to both");
   std::array<nb::object, 2> taken;
   nb::object cache = nb::none();
   for (std::size_t i = 0; i < given.size(); ++i) {
-    if (cores[i] != nullptr) {
-      taken[i] = view_of(launch, given[i], *cores[i]);
+    if (grown[i]) {
+      taken[i] = view_of(launch, given[i], *grown[i]);
       continue;
     }
     taken[i] = nb::borrow(given[i]);
@@ -254,8 +270,8 @@ knows them. The kernel checks all else, and all of plain tensors.
 Args:
     operation: the name of the function in messages.
     key, value: ``[rows, positions, heads, head size]``, or ``[positions, heads, head size]`` for one row or packed
-        sequences: VTensors, layers of a KVCache and views of them, or plain tensors. VTensors with positions and
-        heads exchanged are transposed.
+        sequences: VTensors and Readers, layers of a KVCache and views of them, or plain tensors. VTensors with
+        positions and heads exchanged are transposed.
     heads_first: the kernel takes ``[rows, heads, positions, head size]``.
     lengths: the positions to read of each row: None for all, a number for all rows, or a tensor with one for each.
         If there is one row, a tensor may also have the ends of packed sequences. What a tensor on a device holds is

@@ -15,11 +15,13 @@ import time
 
 import pytest
 import torch
+from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
 from cuda_support import device, needs_simcuda
 from reader_process import HANDLES, ReaderProcess, limit_descriptors, opened, read, receive, rows
-from support import run_program, simcuda_disarm, simcuda_leaks
+from support import on_a_device, received, run_program, simcuda_disarm, simcuda_leaks, simcuda_library
+from vtensor import sharing
 
 pytestmark = needs_simcuda
 
@@ -128,6 +130,24 @@ def test_a_sync_takes_pages_away_only_after_the_readers_kernels(reading, sim):
     sim.release(stream)
     assert reading.ends() is True and core.words == [0, 0]
     assert t.pool.stats().pages_held_by_readers == 0
+    assert sim.illegal_accesses() == 0
+
+
+def test_a_sync_waits_for_what_a_shim_has_launched(make_pool, sim, monkeypatch):
+    """In a stream that the reader has not seen before."""
+    monkeypatch.setattr(sharing, "cuda_library", str(simcuda_library()))
+    t = vtensor.zeros(1, 500, 1, 64, grow_dim=1, capacity=4096, pool=make_pool())
+    stream = sim.stream(held=True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    with received(t) as reader:
+        scaled_dot_product_attention(on_a_device(torch.zeros(1, 1, 1, 64)), reader, reader)
+        sim.kernel(stream, reader)
+        t.truncate(0)
+        t.pool.wait_idle()
+        reading = Beside(reader.sync)
+        assert reading.waits()
+        sim.release(stream)
+        assert reading.ends() is True and reader.length == 0
     assert sim.illegal_accesses() == 0
 
 

@@ -13,7 +13,8 @@ from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
 from attention_support import noise
-from support import SHAPE_OF_A_MESSAGE, on_a_device
+from support import SHAPE_OF_A_MESSAGE, on_a_device, received, simcuda_library
+from vtensor import sharing
 
 HEADS, SIZE, CAPACITY = 2, 16, 256
 
@@ -164,3 +165,23 @@ def test_values_that_were_not_appended(host):
     k, v = cache(host, 9, 2), cache(host, 8, 2)
     with pytest.raises(vtensor.InvalidArgument, match="append to both"):
         scaled_dot_product_attention(noise(2, 2, 3, SIZE), k, v)
+
+
+@pytest.mark.parametrize("grow_dim", [1, 2])
+def test_readers_are_taken_as_their_tensors_are(pool_factory, kind, monkeypatch, grow_dim):
+    """Also where as many positions as heads would hide that they were exchanged."""
+    monkeypatch.setattr(sharing, "cuda_library", str(simcuda_library() or ""))
+    pool = pool_factory(kind, shareable=True)
+    k, v = cache(pool, HEADS, grow_dim), cache(pool, HEADS, grow_dim, seed=2)
+    q = noise(2, HEADS, 2, SIZE)
+    with received(k) as keys, received(v) as values:
+        assert torch.equal(
+            scaled_dot_product_attention(q, keys, values, is_causal=True),
+            scaled_dot_product_attention(q, k, v, is_causal=True),
+        )
+        k.extend(1)
+        assert keys.sync()
+        with pytest.raises(vtensor.InvalidArgument, match="K has 3 positions, V 2"):
+            scaled_dot_product_attention(q, keys, values)
+    with pytest.raises(vtensor.Closed):
+        scaled_dot_product_attention(q, keys, values)
