@@ -119,6 +119,21 @@ def test_blocks_that_are_not_released_stay_held(pool_factory, kind):
     pool.close()
 
 
+def test_leaks_are_found_beside_it(pool_factory, kind):
+    pool, other = pool_factory(kind), pool_factory(kind)
+    beside, tensors = filled(pool, 5, 7), to_break(pool)
+    view = beside[1:3]
+    breaks(pool, tensors)
+    for end in (lambda: None, pool.close):
+        end()
+        with testing.assert_no_leaks():
+            filled(other, 3).close()
+        with pytest.raises(AssertionError, match="1 tensors"), testing.assert_no_leaks():
+            t = filled(other, 3)
+        t.close()
+    assert view.eq(7).all()
+
+
 def test_what_is_closed_stays_counted_and_goes_with_the_last_view(pool_factory, kind):
     descriptors = memfds()
     pool = pool_factory(kind)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 import vtensor
-from support import PER_PAGE, filled, quarter, run_snippet
+from support import PER_PAGE, filled, quarter, received, run_snippet
 from vtensor import testing
 from vtensor.testing import kv_model, strategies
 from vtensor.testing.cache_machine import CacheMachine
@@ -133,6 +133,15 @@ def test_a_reference_cycle_is_no_leak(host) -> None:
         ring = [filled(host, 2)]
         ring.append(ring)
         del ring
+
+
+def test_what_readers_have_is_no_leak(pool_factory) -> None:
+    """Neither in the process that writes nor in the one that reads: here they are one."""
+    t = filled(pool_factory("host", shareable=True), 2)
+    with testing.assert_no_leaks():
+        reader = received(t)
+    assert torch.equal(reader, t)
+    reader.close()
 
 
 def test_the_codes_own_error_comes_through(host) -> None:
