@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import integer, items, of_type, require_tables, tag_of
+from vtensor._base.arguments import integer, items, of_type, require_tables, tag_of, text
 from vtensor._base.notebook import Drawn
 from vtensor._base.processes import Closes
 from vtensor._base.streams import Stream, stream_handle
@@ -166,7 +166,7 @@ class KVCache(Closes, Drawn):
         """
         expect = integer("KVCache.alloc", "expect", expect, 0, _MOST)
         ids = None if tokens is None else token_ids("KVCache.alloc", tokens)
-        salt = of_type("KVCache.alloc", "salt", salt, str)
+        salt = text("KVCache.alloc", "salt", salt)
         return CacheCore.alloc(self._core, expect, ids, salt, bool(deferred))
 
     def step(self, lengths: Sequence[int] | torch.Tensor, *, bands: Iterable[int] | None = None) -> bool:
@@ -427,7 +427,7 @@ class KVCache(Closes, Drawn):
         """
         slot = self._slot("KVCache.publish", slot)
         ids = token_ids("KVCache.publish", tokens)
-        return CacheCore.publish(self._core, slot, ids, of_type("KVCache.publish", "salt", salt, str))
+        return CacheCore.publish(self._core, slot, ids, text("KVCache.publish", "salt", salt))
 
     def unshare(self, slot: int, start: int, stop: int) -> None:
         """Gives ``slot`` pages of its own for tokens ``start`` to ``stop``, before a direct write there. What

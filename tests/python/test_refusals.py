@@ -203,7 +203,8 @@ cache.wait(0, -1) -> layer is -1
 cache.alloc(<'hello' | b'hello' | 5 | 1.5 | torch.ones(2)>) -> tokens
 cache.<alloc([1.5]) | alloc(['a']) | alloc([2**63]) | publish(0, [1.5])> -> is no integer of 64 bits
 cache.alloc(torch.ones(2, device='meta', dtype=torch.long)) -> tokens is a Tensor without
-cache.alloc([1], salt=[1]) -> salt is a list
+cache.<alloc([1], | publish(0, [4],> salt=[1]) -> salt is a list
+cache.<alloc([1], | publish(0, [4],> salt=chr(0xd800)) -> cannot be encoded: give
 cache.alloc(expect=-1) -> expect is -1
 cache.alloc(expect=2**64) -> expect is 18446744073709551616: it must be at most 4,611
 cache.publish(0, range(11)) -> 11 tokens were given, slot 0 has 10: give those whose K and V are in it
@@ -237,7 +238,7 @@ request(prompt=<None | [2**64] | [2.0] | 'text' | {1} | torch.ones(3) | torch.on
 request(prompt=[1, 2**63]) -> is too large
 request(prompt=(1, -1)) -> negative
 request(prompt=[]) -> at least one
-request(salt=<['tenant'] | None>) -> give a string
+request(salt=<['tenant'] | None | chr(0xd800)>) -> [Request] salt
 request(<max_new_tokens | samples>=<2.5 | None>) -> whole number
 request(<max_new_tokens | samples>=0) -> at least one
 request(stop=None) -> set of token ids

@@ -28,6 +28,18 @@ def of_type(operation: str, name: str, value: object, wanted: type[T]) -> T:
     return value
 
 
+def text(operation: str, name: str, value: object) -> str:
+    """`value`, after a check that it is a str that the core can take: without surrogates, in UTF-8."""
+    value = of_type(operation, name, value, str)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(
+            f"[{operation}] {name} is {value!r}, which cannot be encoded: give text without surrogates"
+        ) from None
+    return value
+
+
 def integer(operation: str, name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
     """`value` as an int, after a check that it is neither below `least` nor above `most`."""
     try:

@@ -11,6 +11,7 @@ from numbers import Integral
 from operator import index
 from typing import Any, cast
 
+from vtensor._base.arguments import text
 from vtensor.errors import InvalidArgument
 from vtensor.serving._commit import Change, sets
 
@@ -65,8 +66,7 @@ class Request:
             hash(self.id)
         except TypeError:
             raise InvalidArgument(f"[Request] id is {self.id!r}: give something hashable") from None
-        if not isinstance(self.salt, str):
-            raise self._wrong("salt", self.salt, "give a string")
+        text("Request", "salt", self.salt)
         object.__setattr__(self, "prompt", self._checked_prompt(self.prompt))
         try:
             stop = frozenset(token_id("Request", token) for token in self.stop)
