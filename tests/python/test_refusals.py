@@ -248,6 +248,7 @@ Promises(tpot=<0 | -1 | math.inf | math.nan | 'soon' | None | [1]>) -> [Promises
 Promises(1.0, ttft=<0 | -1 | math.inf | math.nan>) -> [Promises] ttft is
 Promises(1.0, slower=<-0.1 | math.inf | math.nan | 'much'>) -> [Promises] slower
 Scheduler(cache, token_budget=5.5) -> token_budget is a float
+Scheduler(cache, promises=0.2) -> promises is a float: give a Promises
 Scheduler(t) -> cache is a VTensor: give a vtensor.KVCache
 LengthHistogram(<0 | -1 | 1.5 | math.nan>) -> [LengthHistogram] first is
 idle.add(request(prompt=60, max_new_tokens=5)) -> max_len is 64

@@ -48,8 +48,8 @@ class Scheduler:
             single sequence is computed again. The cache must be able to swap.
         clock: seconds, as ``time.monotonic`` gives them.
 
-    Raises InvalidArgument for a smaller budget, one that is no whole number, or a patience below 0. Call it
-    from one thread.
+    Raises InvalidArgument for a smaller budget, one that is no whole number, a patience below 0, or promises
+    that are none. Call it from one thread.
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class Scheduler:
         self.patience = number("Scheduler", "patience", patience)
         if not self.patience >= 0:
             raise InvalidArgument(f"[Scheduler] patience is {patience}: it must be at least 0 seconds")
+        if promises is not None:
+            of_type("Scheduler", "promises", promises, Promises)
         self.cache = cache
         self.token_budget = token_budget
         self.promises = promises
