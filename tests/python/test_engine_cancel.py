@@ -13,6 +13,7 @@ from vtensor.serving import Engine, Request, Scheduler
 LONG = Request("long", [1] * 8, 40)
 SHORT = Request("short", [2] * 6, 3)
 MANY = Request("many", [3] * 6, 30, samples=2)
+NEVER = Request("never", [4] * 60, 4)  # in 28 pages
 
 
 def test_the_loop_hears_of_a_cancelled_request():
@@ -79,20 +80,22 @@ def test_after_a_step_that_was_cut_off():
                 raise KeyboardInterrupt
             return super().__call__(plan)
 
-    with opened("host", 60) as cache:
+    with opened("host", 28) as cache:
         model = Fails(Store(cache))
         engine = Engine(Scheduler(cache), model, choose)
-        engine.submit(LONG)
-        engine.submit(SHORT)
+        for request in (NEVER, LONG, SHORT):
+            engine.submit(request)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
+        assert engine.unfinished == 3
         engine.cancel("long")
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        assert engine.unfinished == 2
+        assert engine.unfinished == 3
         model.wrong = False
         done = engine.run()
         assert done["long"].error == "cancelled" and done["short"].tokens == alone(SHORT)
+        assert "larger budget" in done["never"].error and engine.unfinished == 0
 
 
 def test_a_plan_names_the_cancelled():

@@ -50,6 +50,7 @@ class Run:
     def finish(self, cancelled: tuple = ()) -> None:
         """It goes on to the end that it would have had."""
         check_books(self.scheduler)
+        assert self.engine.unfinished == len(self.requests) - len(self.ends)
         for _ in range(200):
             self.ends += self.engine.step()
             if not self.engine.unfinished:
@@ -107,6 +108,26 @@ def test_run():
 
     tried = interrupt(lambda: Run(*GROUPS), lambda run: run.engine.run(), check, each=moment, stride=997)
     assert tried > 20
+
+
+def test_ends_that_are_all_that_is_left():
+    """Of a request that does not fit and of one that was cancelled, for a loop over unfinished ones."""
+    first, never = GROUPS[1][0], GROUPS[1][2]
+
+    def prepared():
+        run = Run(GROUPS[0], [first, never])
+        run.engine.cancel("first")
+        return run
+
+    def check(run, outcome):
+        run.ends += outcome.result or []
+        assert run.engine.unfinished == 2 - len(run.ends)
+        while run.engine.unfinished:
+            run.ends += run.engine.step()
+        assert sorted(end.id for end in run.ends) == ["first", "never"]
+        run.resources.close()
+
+    assert interrupt(prepared, lambda run: run.engine.step(), check) > 100
 
 
 def cut_completions(mix, *, abandoned: bool, stride: int, **options) -> set:

@@ -92,7 +92,8 @@ class Engine:
     @property
     def unfinished(self) -> int:
         """Number of requests whose end was not returned yet."""
-        return self.scheduler.unfinished + len(self.scheduler.cancelled) + len(self._ended)
+        self._collect()
+        return self.scheduler.unfinished + self.scheduler.unreported + len(self._ended)
 
     def step(self) -> list[Completion]:
         """Computes one iteration and returns the requests that ended. If the model or the cache raises, the
@@ -115,7 +116,7 @@ class Engine:
         for request in requests:
             self.submit(request)
         with Progress(progress) as show:
-            while self.scheduler.unfinished or self.scheduler.cancelled:
+            while self.scheduler.unfinished or self.scheduler.unreported:
                 self._iterate()
                 show(self._state())
         self._collect()

@@ -105,6 +105,12 @@ class Scheduler:
         """Number of requests that wait, run or are swapped out."""
         return len(self.waiting) + len(self.running) + len(self.swapped)
 
+    @property
+    def unreported(self) -> int:
+        """Number of requests that failed or were cancelled, and that no complete iteration has named yet."""
+        planned = 0 if self.planned is None else len(self.planned.failed) + len(self.planned.cancelled)
+        return len(self.cancelled) + len(self._next.failed) + planned
+
     def add(self, request: Request) -> SampleGroup:
         """Queues a request after those that came before it.
 
