@@ -54,7 +54,7 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         cache: a cache of the model's shape, made without ``windows``: prompts are computed in pieces, and a
             window would give back tokens that later pieces still need.
 
-    Raises InvalidArgument for another kind of model, and for a cache of another shape.
+    Raises InvalidArgument for another kind of model, and for a cache of another shape or with windows.
     """
 
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
@@ -80,6 +80,11 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
             raise InvalidArgument(
                 f"[ServedModel] the cache has {len(cache)} layers, the model {config.num_hidden_layers}: "
                 "make it with serving_cache(model, ...)"
+            )
+        if any(row_group.window for row_group in cache._layout.row_groups):
+            raise InvalidArgument(
+                "[ServedModel] the cache has layers with windows, which give back what later pieces of a "
+                "prompt still need: make it without windows="
             )
         self._heads_first = cache._layout.layers[0][0].per_head
         self._states = _States(self)

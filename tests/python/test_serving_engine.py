@@ -162,6 +162,9 @@ def test_what_is_not_served():
         with serving_cache(make_llama("sdpa", num_hidden_layers=3), 2, MAX_LEN, pool=pool) as cache:
             with pytest.raises(InvalidArgument, match="has 3 layers"):
                 ServedModel(model, cache)
+        with serving_cache(model, 2, MAX_LEN, windows=[None, 8], pool=pool) as cache:
+            with pytest.raises(InvalidArgument, match="without windows="):
+                ServedModel(model, cache)
         with serving_cache(make_llama("sdpa", num_key_value_heads=4), 2, MAX_LEN, pool=pool) as cache:
             with (
                 ServedModel(model, cache) as served,
