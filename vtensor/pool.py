@@ -440,6 +440,7 @@ class Pool(Closes, Drawn):
         if isinstance(core, ClosedPool):
             core.trim()  # tries again what was refused
             return
+        was_closed = self._closed  # an earlier call was refused
         try:
             self._closed = True  # nothing new from here on
             self._close_tensors()
@@ -448,7 +449,7 @@ class Pool(Closes, Drawn):
         except VTensorError:
             raise  # what could be closed is; a second call closes the rest
         except BaseException:  # from outside (I17): the pool is as before, and so are the tensors still open
-            self._closed = False
+            self._closed = was_closed
             raise
         core.retire()
         try:

@@ -7,6 +7,7 @@ import time
 import weakref
 from contextlib import suppress
 from itertools import count
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,6 +131,17 @@ def test_a_pool_closes_all_it_can_and_closes_again(small):
         small.close()
     assert t.closed and u.closed and small.closed
     small.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_an_interrupted_close_leaves_a_pool_as_open_as_it_was(small, monkeypatch, refused):
+    """Open, unless a close before it was refused."""
+    t = empty(small, 3)
+    for error in [vtensor.TimedOut] * refused + [KeyboardInterrupt]:
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(vtensor.VTensor, "close", Mock(side_effect=error))
+            small.close()
+    assert small.closed == refused and not t.closed
 
 
 def test_a_reallocation_that_cannot_be_published_leaves_the_tensor(small, monkeypatch):
