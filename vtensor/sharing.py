@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -111,6 +112,7 @@ class Reader(VTensor):
     _whole: torch.Tensor  # of the tensor's capacity
     _grow_dim: int
     _words: list[int]  # begin and end of the positions that are shown
+    _lock: threading.RLock  # of what changes the tensor; reentrant: a finalizer may close it in a sync
 
     def sync(self) -> bool:
         """Shows what the writer has now. True if that is anything new.
@@ -128,13 +130,14 @@ class Reader(VTensor):
             VTensorError: the writer hands no pages over; the message says why.
         """
         changed = False
-        try:
-            changed = ReaderCore.sync(self._core)
-        finally:
-            words = self._core.words  # also where pages could not be unmapped
-            if words != self._words:
-                self._show(*words)
-                changed = True
+        with self._lock:
+            try:
+                changed = ReaderCore.sync(self._core)
+            finally:
+                words = self._core.words  # also where pages could not be unmapped
+                if words != self._words:
+                    self._show(*words)
+                    changed = True
         return changed
 
     def _show(self, begin: int, end: int) -> None:
@@ -206,18 +209,19 @@ class Reader(VTensor):
 
         ``stream`` is ignored, as on the host in :meth:`VTensor.close`. A second call does nothing.
         """
-        self.__class__ = _ClosedReader
-        with without_modes(), torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.set_(self, torch.UntypedStorage(0, device=self.device), 0, [0], [1])
-        self.__dict__.pop("_whole", None)
-        ReaderCore.close(self._core)
+        with self._lock:
+            self.__class__ = _ClosedReader
+            with without_modes(), torch._C.DisableTorchFunctionSubclass():
+                torch.Tensor.set_(self, torch.UntypedStorage(0, device=self.device), 0, [0], [1])
+            self.__dict__.pop("_whole", None)
+            ReaderCore.close(self._core)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self)] = copy = self.clone()
         return copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        if self._core.closed:
+        if self.closed:
             return "<Reader, closed>"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
@@ -248,6 +252,7 @@ _readers: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary
 def _leave_to_parent() -> None:
     for reader in list(_readers.values()):
         reader.__class__ = _ParentsReader
+        reader._lock = threading.RLock()  # a thread of the parent may have had it
     _readers.clear()
 
 
@@ -255,11 +260,13 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class _ClosedReader(Reader):
+    closed = True  # also where the core has still to close, in another call
+
     def _refuse(self, *arguments: object) -> NoReturn:
         raise Closed("[Reader] the reader is closed: receive the tensor again")
 
-    alias = pages = _refuse
-    capacity = address = property(_refuse)
+    alias = pages = sync = _refuse
+    _whole = property(_refuse)  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -322,6 +329,7 @@ def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:
     with without_modes():
         reader = torch.empty(0, dtype=view.dtype, device=whole.device).as_subclass(Reader)
     reader._core, reader._whole, reader._grow_dim = core, whole, grow_dim
+    reader._lock = threading.RLock()
     reader._show(0, 0)
     _readers[id(reader)] = reader
     reader.sync()

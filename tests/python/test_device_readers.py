@@ -163,6 +163,21 @@ def test_a_close_waits_for_them_too(reading, sim):
     assert sim.illegal_accesses() == 0
 
 
+def test_a_close_beside_a_sync_comes_after_it(make_pool, sim, monkeypatch):
+    monkeypatch.setattr(sharing, "cuda_library", str(simcuda_library()))
+    t = rows(make_pool(), 10)
+    reader = received(t)
+    stream = sim.stream(held=True)
+    t.record_stream(stream)
+    t.extend(500)
+    sim.kernel(stream, t, writes=7)
+    syncing, closing = Beside(reader.sync), Beside(reader.close)
+    assert syncing.waits() and closing.waits()
+    sim.release(stream)
+    assert syncing.ends() is True and closing.ends() is None
+    assert reader.closed
+
+
 def test_a_close_beside_a_capture_leaves_the_reader_over():
     """So the writer keeps the pages, and the capture stays valid. In a process of its own: it leaks."""
     script = """

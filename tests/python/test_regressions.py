@@ -18,7 +18,7 @@ from vtensor.integrations.full_extent import FullExtent
 import vtensor
 from interrupts import Interrupt
 from support import received, run_snippet
-from vtensor import plot, testing, together
+from vtensor import plot, sharing, testing, together
 from vtensor.pool import open_pools
 from vtensor.replay import read_trace
 
@@ -251,6 +251,19 @@ def test_a_closed_reader_says_so(shareable):
     ):
         with pytest.raises(vtensor.Closed, match="receive the tensor again"):
             read()
+
+
+def test_a_reader_whose_close_was_refused_is_closed(shareable, monkeypatch):
+    reader = received(vtensor.zeros(3, 4, grow_dim=0, capacity=16, pool=shareable))
+    core = reader._core
+    with monkeypatch.context() as patch, pytest.raises(vtensor.TimedOut):
+        patch.setattr(sharing, "ReaderCore", Mock(close=Mock(side_effect=vtensor.TimedOut)))
+        reader.close()
+    assert reader.closed and not core.closed and repr(reader) == "<Reader, closed>"
+    with pytest.raises(vtensor.Closed):
+        reader.sync()
+    reader.close()
+    assert core.closed
 
 
 class Rotary(torch.nn.Linear):
