@@ -361,6 +361,36 @@ def test_reports_go_to_the_file_that_was_named(tmp_path) -> None:
         report_of(Finished(finished.code, "", path.read_text()))
 
 
+PLUGIN = """
+from types import SimpleNamespace
+import pytest
+from vtensor.testing import plugin
+vtensor.explain_faults(on, file=file)
+config = SimpleNamespace(stash=pytest.Stash())
+plugin.pytest_configure(config)
+plugin.pytest_unconfigure(config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("on", "then"),
+    [(True, "import vtensor.testing"), (True, PLUGIN), (False, PLUGIN)],
+    ids=["import", "plugin", "plugin_off"],
+)
+def test_tools_for_tests_leave_reports_where_they_go(tmp_path, on, then) -> None:
+    path = tmp_path / "reports"
+    code = f"""
+import sys, vtensor
+on, file = {on}, open(sys.argv[1], "w")
+vtensor.explain_faults(on, file=file)
+{then}
+vtensor.KVCache(1, 1, 8, 1, 1024)[0][0][0, :] = 1
+"""
+    finished = run_program(code, path)
+    assert finished.code == -signal.SIGSEGV and "vtensor: SIGSEGV" not in finished.err
+    assert ("vtensor: SIGSEGV" in path.read_text()) == on
+
+
 def test_files_without_a_descriptor_are_refused() -> None:
     import io
 

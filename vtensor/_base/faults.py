@@ -17,7 +17,7 @@ class _File(Protocol):
     def fileno(self) -> int: ...
 
 
-_file: _File | int | None = None  # kept open as long as reports go there
+_file: _File | int | None = None  # kept open as long as reports go there; None if there are none
 
 
 def explain_faults(on: bool = True, *, file: _File | int | None = None) -> None:
@@ -30,8 +30,8 @@ def explain_faults(on: bool = True, *, file: _File | int | None = None) -> None:
     handler returns, as those of Python's ``signal`` do, the same fault happens again, and is not explained
     again.
 
-    It is off by default. Importing ``vtensor.testing`` turns it on, and a fork does so in the child, where
-    all of vtensor's addresses fault (I13). It may be called again.
+    It is off by default. Importing ``vtensor.testing`` turns it on if it is off, and a fork does so in the
+    child, where all of vtensor's addresses fault (I13). It may be called again.
 
     Args:
         on: False turns it off. If another handler was installed since, that handler stays, and so does this
@@ -48,7 +48,12 @@ def explain_faults(on: bool = True, *, file: _File | int | None = None) -> None:
         _file = None
         return
     _core.explain_faults(_STDERR if file is None else _descriptor(file))
-    _file = file
+    _file = _STDERR if file is None else file
+
+
+def reports_go_to() -> _File | int | None:
+    """The file of :func:`explain_faults`; None if it is off."""
+    return _file
 
 
 def _descriptor(file: _File | int) -> int:

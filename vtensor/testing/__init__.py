@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from vtensor._base.faults import explain_faults
+from vtensor._base.faults import explain_faults, reports_go_to
 from vtensor._test_pools import host_pool, simulated_cuda_pool
 from vtensor.testing._checks import Refusals, check_invariants, fail_after
 from vtensor.testing._leaks import assert_no_leaks
@@ -28,4 +28,5 @@ __all__ = [
     "simulated_cuda_pool",
 ]
 
-explain_faults()
+if reports_go_to() is None:
+    explain_faults()

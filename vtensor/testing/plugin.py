@@ -20,23 +20,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
-from vtensor._base.faults import explain_faults
+from vtensor._base.faults import explain_faults, reports_go_to
 from vtensor.testing._leaks import Look
 
 _failed = pytest.StashKey[bool]()
 _stderr = pytest.StashKey[int]()
+_before = pytest.StashKey[Any]()  # where reports of faults went
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_before] = reports_go_to()
     config.stash[_stderr] = os.dup(2)
     explain_faults(file=config.stash[_stderr])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    explain_faults()
+    before = config.stash[_before]
+    explain_faults(before is not None, file=before)
     os.close(config.stash[_stderr])
 
 
