@@ -302,6 +302,21 @@ def test_forks_share_their_pages(data) -> None:
             t.close()
 
 
+@pytest.mark.parametrize("machine", [TensorMachine, CacheMachine])
+def test_another_default_device_changes_nothing(host, machine) -> None:
+    layout = strategies.Layout(torch.uint8, (), (100,))
+
+    @QUICK
+    @given(strategies.forks(host, layout))
+    def look(forks) -> None:
+        for t in forks:
+            t.close()
+
+    with torch.device("meta"):
+        look()
+        run_state_machine_as_test(machine, settings=QUICK)
+
+
 def test_a_tensor_of_a_layout_of_your_own(host) -> None:
     layout = strategies.Layout(torch.float32, (2,), (8, 4))
 

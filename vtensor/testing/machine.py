@@ -260,7 +260,7 @@ class TensorMachine(RuleBasedStateMachine):
         elif way == "setitem":
             x[...] = typed
         elif way == "out" and x.dtype is not torch.float8_e4m3fn:
-            torch.index_select(typed, 0, torch.arange(typed.shape[0]), out=x)
+            torch.index_select(typed, 0, torch.arange(typed.shape[0], device="cpu"), out=x)
         else:
             x.copy_(typed)
 
@@ -390,7 +390,7 @@ class TensorMachine(RuleBasedStateMachine):
         if made is REFUSED:
             return
         count = torch.Size(rows).numel()
-        cells = torch.zeros(count, length, item_bytes, dtype=torch.uint8)
+        cells = torch.zeros(count, length, item_bytes, dtype=torch.uint8, device="cpu")
         memory = Memory(count, item_bytes, lender.page_size, 0, cells)
         family = self.new_family()
         t = ModelTensor(
@@ -504,7 +504,8 @@ class TensorMachine(RuleBasedStateMachine):
         t = with_rows[index % len(with_rows)]
         batch = t.shape_before[0]
         chosen = [i % batch for i in choice]
-        if self.attempt(t.pool, lambda: t.actual.reindex(torch.tensor(chosen)), fail) is REFUSED:
+        given = torch.tensor(chosen, device="cpu")
+        if self.attempt(t.pool, lambda: t.actual.reindex(given), fail) is REFUSED:
             return
         inner = t.rows // batch
         rows = [i * inner + j for i in chosen for j in range(inner)]

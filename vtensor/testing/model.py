@@ -23,9 +23,9 @@ TOP = 0x7C
 
 
 def family_bytes(family: int, n: int, seed: int) -> torch.Tensor:
-    own = torch.tensor([b for b in range(1, TOP) if b % 16 == family], dtype=torch.uint8)
+    own = torch.tensor([b for b in range(1, TOP) if b % 16 == family], dtype=torch.uint8, device="cpu")
     generator = torch.Generator().manual_seed(seed)
-    return own[torch.randint(0, len(own), (n,), generator=generator)]
+    return own[torch.randint(0, len(own), (n,), generator=generator, device="cpu")]
 
 
 def bytes_of(t: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Memory:
     def make_room(self, positions: int) -> None:
         missing = positions - self.cells.shape[1]
         if missing > 0:
-            more = torch.zeros(self.rows, missing, self.item_bytes, dtype=torch.uint8)
+            more = torch.zeros(self.rows, missing, self.item_bytes, dtype=torch.uint8, device="cpu")
             self.cells = torch.cat([self.cells, more], 1)
 
 
