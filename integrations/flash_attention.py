@@ -109,7 +109,7 @@ class _Kernel:
 
 def available() -> tuple[str, ...]:
     """The backends that can be imported, among ``"fa2"``, ``"fa3"``, ``"fa4"`` and ``"torch"``."""
-    return tuple(name for name in _PACKAGES if not isinstance(_load(name, "flash_attn_func"), ImportError))
+    return tuple(name for name in _PACKAGES if isinstance(_load(name, "flash_attn_func"), _Kernel))
 
 
 def look_again() -> None:
@@ -308,7 +308,7 @@ def _find(operation: str, backend: str | None, device: torch.device) -> _Kernel:
                 f"[{operation}] backend is {backend!r}: it must be one of {', '.join(map(repr, _PACKAGES))}"
             )
         found = _load(backend, operation)
-        if isinstance(found, ImportError):
+        if isinstance(found, Exception):
             package = _PACKAGES[backend]
             raise NotInstalled(
                 f"[{operation}] {package.title} cannot be imported ({found}): {package.install}"
@@ -322,7 +322,9 @@ def _find(operation: str, backend: str | None, device: torch.device) -> _Kernel:
 
 
 @cache
-def _load(backend: str, operation: str) -> _Kernel | ImportError:
+def _load(backend: str, operation: str) -> _Kernel | Exception:
+    """The function, or why it cannot be imported: a package may raise anything beside wrong versions of
+    others."""
     package = _PACKAGES[backend]
     try:
         module = importlib.import_module(package.module)
@@ -331,7 +333,7 @@ def _load(backend: str, operation: str) -> _Kernel | ImportError:
             call = _fa4_with_kvcache(module)
         if call is None:
             raise ImportError(f"module {package.module} has no {operation}")
-    except ImportError as error:
+    except Exception as error:
         return error
     parameters = inspect.signature(call).parameters.values()
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]

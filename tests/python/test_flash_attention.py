@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 
 import pytest
@@ -164,6 +165,25 @@ def test_a_package_that_is_not_there_is_named_with_its_command(seen, backend, sa
     with attention_support.refused(*says, error=shims.NotInstalled) as caught:
         shims.flash_attn_func(q, q, q, backend=backend)
     assert isinstance(caught.value, ImportError) and caught.value.__cause__ is not None
+
+
+def test_a_package_whose_import_fails_is_as_one_that_is_not_there(seen, monkeypatch):
+    """As flash-attn-4 beside another nvidia-cutlass-dsl than its own."""
+    find = importlib.import_module
+
+    def fails(name):
+        if name == "flash_attn.cute":
+            raise AttributeError("module 'cutlass' has no attribute 'range'")
+        return find(name)
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    shims.look_again()
+    assert shims.available() == ("fa2", "fa3", "torch")
+    assert shims._find("flash_attn_func", None, torch.device("cuda", 0)).package is shims._PACKAGES["fa2"]
+    q = noise(1, 1, HEADS, SIZE)
+    with attention_support.refused("'cutlass' has no attribute", error=shims.NotInstalled):
+        shims.flash_attn_func(q, q, q, backend="fa4")
 
 
 # --- growing ------------------------------------------------------------------------------------------------
