@@ -9,7 +9,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -178,7 +177,9 @@ class CacheCore {
       if (copied != nullptr) pool->driver().order(caller.stream, *copied);
       return;
     }
-    await(*pool, copied);
+    const auto patience = pool->options().patience;
+    if (!await(*pool, copied, std::chrono::steady_clock::now() + patience))
+      throw TimedOut(name, patience, "the slot is still being copied; it stays as it is");
     if (!leaves && copied == nullptr) return;
     const Operation op(*this, name);  // as it ends, readers see a slot that came
     if (leaves) {
@@ -203,8 +204,7 @@ class CacheCore {
         return true;
       }
       if (copied == nullptr) return true;
-      const auto left = until - std::chrono::steady_clock::now();
-      if (!without_gil([&] { return wait_for(pool->driver(), copied, left); })) return false;
+      if (!await(*pool, copied, until)) return false;
     }
   }
 
@@ -279,13 +279,12 @@ class CacheCore {
     const auto lock = mutex_.hold("KVCache.close");
     if (!cache_) return;
     const Caller caller = caller_of("KVCache.close", stream, *cache_->pool());
-    closed_ = true;
     OwnedSlotCache cache = std::move(cache_);
     const ReleasedGil released;
     cache->close(caller);
     cache.reset();
   }
-  bool closed() const { return closed_; }
+  bool closed() const { return cache_ == nullptr; }
 
   // Adds all slots to the sleep. Gives the prefix index up: pages that only the index has are not
   // mapped, so their contents cannot be copied.
@@ -337,22 +336,21 @@ class CacheCore {
     SlotCache& cache_;
   };
 
-  static void await(PagePool& pool, const FencePtr& fence) {
-    constexpr std::chrono::milliseconds kLook{50};
-    const auto until = std::chrono::steady_clock::now() + pool.options().patience;
+  // Whether the fence passes before `until`. Ctrl-C ends the wait.
+  static bool await(PagePool& pool, const FencePtr& fence,
+                    std::chrono::steady_clock::time_point until) {
+    constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(50);
     for (;;) {
-      if (without_gil([&] { return wait_for(pool.driver(), fence, kLook); })) return;
+      const auto left = std::min(kLook, until - std::chrono::steady_clock::now());
+      if (without_gil([&] { return wait_for(pool.driver(), fence, left); })) return true;
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
-      if (std::chrono::steady_clock::now() < until) continue;
-      throw TimedOut("KVCache.wait", pool.options().patience,
-                     "the slot is still being copied; it stays as it is");
+      if (left < kLook) return false;
     }
   }
 
   const std::shared_ptr<OpenCache> open_ = std::make_shared<OpenCache>();
   OwnedSlotCache& cache_ = open_->cache;
   OperationMutex& mutex_ = open_->mutex;
-  std::atomic<bool> closed_{false};
 };
 
 }  // namespace

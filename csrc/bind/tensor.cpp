@@ -97,7 +97,7 @@ void bind_tensor(nb::module_& module) {
       .def_prop_ro("mapped_bytes_seen",
                    [](TensorCore& core) {
                      const std::shared_ptr<Buffer> buffer = core.buffer();
-                     return buffer ? buffer->mapped_pages_seen() * buffer->pool()->page_size() : 0;
+                     return buffer ? buffer->range().mapped() * buffer->pool()->page_size() : 0;
                    })
       .def_prop_ro(
           "reserved_bytes",

@@ -79,8 +79,7 @@ class SlotFaults final : public faults::Range {
 
 }  // namespace
 
-SlotBuffers::SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
-                         const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller)
+SlotBuffers::SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape)
     : pool_(pool),
       shape_(std::move(shape)),
       buffers_(shape_.slots, Buffers(groups())),
@@ -93,29 +92,27 @@ SlotBuffers::SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape s
       }
     }
   }
-  try {
-    reserve(lengths, caller);
-  } catch (const CapacityExceeded&) {
-    close();
-    throw CapacityExceeded("[KVCache] ", shape_.slots, " slots of ", shape_.max_length,
-                           " tokens pass the address space: lower max_batch or max_len");
-  } catch (...) {
-    close();
-    throw;
-  }
+  ranges_.reserve(groups());
 }
 
-void SlotBuffers::reserve(const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller) {
-  ranges_.reserve(groups());
-  for (const RowGroup& group : shape_.row_groups) {
-    const auto rows = checked_multiply(group.rows, shape_.slots);
-    if (!rows) throw CapacityExceeded("too many rows");
-    // cache[layer] begins at the first token of slot 0. Kernels are given that address whether or
-    // not a page is mapped there.
-    const std::size_t first_token = ceil_div(group.item_bytes, pool_->page_size());
-    ranges_.push_back(Buffer::make(pool_, {*rows, group.item_bytes, shape_.max_length}, caller,
-                                   std::make_unique<SlotFaults>(shape_, group, lengths),
-                                   shape_.slots, first_token));
+// Once the tables are made, so that what this throws closes the ranges made before.
+SlotBuffers::SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
+                         const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller)
+    : SlotBuffers(pool, std::move(shape)) {
+  try {
+    for (const RowGroup& group : shape_.row_groups) {
+      const auto rows = checked_multiply(group.rows, shape_.slots);
+      if (!rows) throw CapacityExceeded("too many rows");
+      // cache[layer] begins at the first token of slot 0. Kernels are given that address whether or
+      // not a page is mapped there.
+      const std::size_t first_token = ceil_div(group.item_bytes, pool_->page_size());
+      ranges_.push_back(Buffer::make(pool_, {*rows, group.item_bytes, shape_.max_length}, caller,
+                                     std::make_unique<SlotFaults>(shape_, group, lengths),
+                                     shape_.slots, first_token));
+    }
+  } catch (const CapacityExceeded&) {
+    throw CapacityExceeded("[KVCache] ", shape_.slots, " slots of ", shape_.max_length,
+                           " tokens pass the address space: lower max_batch or max_len");
   }
 }
 

@@ -77,7 +77,7 @@ class SlotBuffers {
   void close() noexcept;
 
  private:
-  void reserve(const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller);
+  SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape);
 
   const std::shared_ptr<PagePool> pool_;
   const SlotCacheShape shape_;

@@ -127,9 +127,7 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot, std
       pages[i] = {buffers_.page_of(group, (first + i) * prefixes_.unit()),
                   buffers_.page_of(group, (first + i + 1) * prefixes_.unit())};
     }
-    Buffer& buffer = buffers_.at(slot, group);
-    PageSets page_sets =
-        writable ? buffer.offer_writable(caller, pages) : buffer.offer(caller, pages);
+    PageSets page_sets = buffers_.at(slot, group).offer(caller, pages, writable);
     for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(std::move(page_sets[i]));
   }
   return parts;

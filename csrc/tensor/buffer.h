@@ -129,12 +129,10 @@ class Buffer final : public Client {
   void unshare(const Caller& caller, Interval positions);
   // Makes the pages of `indices`, which lie in the extent, copy-on-write in every row. Returns a
   // page set for each interval, to be mapped in other buffers. Waits for the work of all streams
-  // that use this buffer.
-  PageSets offer(const Caller& caller, std::span<const Interval> indices);
-  // `offer` without a wait and without a mapping call: the pages stay writable here until another
-  // buffer accepts them. Requires: nothing is written there before `protect`. If some pages are
-  // copy-on-write already this is `offer`, because the kernel may have copied them.
-  PageSets offer_writable(const Caller& caller, std::span<const Interval> indices);
+  // that use this buffer. If all are writable and may stay `writable`, it makes no mapping call
+  // and waits for nothing: they become copy-on-write once another buffer accepts them, and nothing
+  // is written there before `protect`. Requires: there is an interval.
+  PageSets offer(const Caller& caller, std::span<const Interval> indices, bool writable = false);
   // Makes pages of `indices` copy-on-write that were offered and are still writable here. If there
   // are any, waits for the work of all streams that use this buffer.
   void protect(const Caller& caller, Interval indices);
@@ -194,10 +192,6 @@ class Buffer final : public Client {
   void evict() override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
 
-  // Mapped pages, at once: no lock is waited for and nothing taken back, so that it may be a moment
-  // old.
-  std::size_t mapped_pages_seen() const noexcept { return range_.mapped(); }
-
  private:
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
@@ -232,7 +226,6 @@ class Buffer final : public Client {
   // Gives `runs` pages of their own, and zeroes `stale` positions. Requires: busy.
   void unshare_runs(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
                     Interval stale = {}) VT_LOCKED;
-  void add_page_sets(PageSets& to, std::span<const Interval> indices) const VT_LOCKED;
   std::vector<Reservation::Run> offered_in(Interval indices) const VT_LOCKED;
   void protect_origins(const Caller& caller, PageSetSpan page_sets) const;
   void map_shared(PoolLock& lock, const Caller& caller, Interval indices,

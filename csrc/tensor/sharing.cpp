@@ -101,9 +101,23 @@ std::shared_ptr<Buffer> Buffer::share_rows(const Caller& caller, const RowShape&
   return child;
 }
 
-// The end of a page set takes the lock, so `to` must outlive the caller's hold of it.
-void Buffer::add_page_sets(PageSets& to, std::span<const Interval> indices) const {
-  to.reserve(indices.size());
+PageSets Buffer::offer(const Caller& caller, std::span<const Interval> indices, bool writable) {
+  PageSets page_sets;  // before the lock, which the end of one takes
+  page_sets.reserve(indices.size());
+  const Interval all{indices.front().begin, indices.back().end};
+  PoolLock lock(pool_);
+  pool_->reap();
+  std::shared_ptr<const PageSet::Origin> origin;
+  std::unique_ptr<Busy> busy;
+  if (writable && range_.first_not(all, is_writable) == all.end) {
+    require_no_capture(caller);
+    work_.note(caller);
+    origin = std::make_shared<const PageSet::Origin>(
+        std::static_pointer_cast<Buffer>(shared_from_this()), fences());
+  } else {
+    busy = quieten(lock, caller);
+    make_copy_on_write(range_, &lock, range_.collect(all, is_writable));
+  }
   for (const Interval some : indices) {
     std::vector<Page*> pages;
     pages.reserve(some.size() * range_.rows());
@@ -111,41 +125,10 @@ void Buffer::add_page_sets(PageSets& to, std::span<const Interval> indices) cons
       for (std::size_t index = some.begin; index < some.end; ++index)
         pages.push_back(range_.at(row, index).page());
     }
-    to.push_back(PageSet::make(pool_, some, std::move(pages)));
+    page_sets.push_back(PageSet::make(pool_, some, std::move(pages)));
+    page_sets.back()->origin = origin;
   }
-}
-
-PageSets Buffer::offer(const Caller& caller, std::span<const Interval> indices) {
-  PageSets page_sets;
-  PoolLock lock(pool_);
-  pool_->reap();
-  const std::unique_ptr<Busy> busy = quieten(lock, caller);
-  if (!indices.empty()) {
-    make_copy_on_write(range_, &lock,
-                       range_.collect({indices.front().begin, indices.back().end}, is_writable));
-  }
-  add_page_sets(page_sets, indices);
   return page_sets;
-}
-
-PageSets Buffer::offer_writable(const Caller& caller, std::span<const Interval> indices) {
-  PageSets page_sets;
-  if (indices.empty()) return page_sets;
-  {
-    const PoolLock lock(pool_);
-    pool_->reap();
-    const Interval all{indices.front().begin, indices.back().end};
-    if (range_.first_not(all, is_writable) == all.end) {
-      require_no_capture(caller);
-      work_.note(caller);
-      const auto origin = std::make_shared<const PageSet::Origin>(
-          std::static_pointer_cast<Buffer>(shared_from_this()), fences());
-      add_page_sets(page_sets, indices);
-      for (const auto& page_set : page_sets) page_set->origin = origin;
-      return page_sets;
-    }
-  }
-  return offer(caller, indices);
 }
 
 // Writable pages with more than one reference: those that were offered.

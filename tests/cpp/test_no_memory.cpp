@@ -339,7 +339,7 @@ TEST_CASE_TEMPLATE("shared pages", T, OnHost, OnSimulation) {
   each_allocation<T>("prefix", [](Bench& bench) {
     return [from = bench.buffer(40), to = bench.buffer(0)] {
       constexpr Interval some[] = {{0, 4}, {4, 8}};
-      to->accept(kCaller, {0, 16}, from->offer_writable(kCaller, some), true);
+      to->accept(kCaller, {0, 16}, from->offer(kCaller, some, true), true);
       to->accept_expected(kCaller);
     };
   });
