@@ -151,53 +151,46 @@ void RangeReader::copy_table(Table& table) {
   });
 }
 
-// Calls visit(first page, entries) for each run of pages that are mapped now or not, and will be or
-// not; pages that stay as they are belong to none.
-template <typename Visit>
-void RangeReader::each_run(const Table& table, bool mapped_now, bool mapped_then,
-                           Visit visit) const {
-  std::size_t first = 0;
-  std::vector<Entry> run;
-  const auto end_run = [&] {
-    if (!run.empty()) visit(first, std::span<const Entry>(run));
-    run.clear();
-  };
+RangeReader::Diff RangeReader::diff(const Table& table) const {
+  Diff diff;
   for (const auto& [block, entries] : table.blocks) {
     for (std::size_t i = 0, n = block * shared::kBlock; i < entries.size(); ++i, ++n) {
       const Entry now = entries_[n], then = entries[i];
-      const bool belongs = then != now && (now != 0) == mapped_now && (then != 0) == mapped_then;
-      if (!belongs || n != first + run.size()) end_run();
-      if (!belongs) continue;
-      if (run.empty()) first = n;
-      run.push_back(then);
+      if (then == now) continue;
+      std::vector<Run>& runs = now == 0 ? diff.fresh : then == 0 ? diff.gone : diff.other;
+      if (runs.empty() || n != runs.back().first + runs.back().entries.size())
+        runs.push_back({n, {}});
+      runs.back().entries.push_back(then);
     }
   }
-  end_run();
+  return diff;
 }
 
-// The entry of a page whose mapping has just changed.
-void RangeReader::enter(std::size_t n, Entry entry) noexcept {
-  Entry& entered = entries_.reserved(n);
-  if (entry != 0) memory_.add(entry - 1);
-  if (entered != 0) memory_.drop(entered - 1);
-  mapped_ += static_cast<std::size_t>(entry != 0) - static_cast<std::size_t>(entered != 0);
-  entered = entry;
+// The mappings of a run have just changed.
+void RangeReader::enter(const Run& run) noexcept {
+  std::size_t n = run.first;
+  for (const Entry entry : run.entries) {
+    Entry& entered = entries_.reserved(n++);
+    if (entry != 0) memory_.add(entry - 1);
+    if (entered != 0) memory_.drop(entered - 1);
+    mapped_ += static_cast<std::size_t>(entry != 0) - static_cast<std::size_t>(entered != 0);
+    entered = entry;
+  }
 }
 
-void RangeReader::enter(std::size_t n, std::span<const Entry> entries) noexcept {
-  for (const Entry entry : entries) enter(n++, entry);
-}
-
-void RangeReader::map_fresh(const Table& table) {
-  for (const auto& [block, entries] : table.blocks)
-    entries_.reserve(block * entries.size(), (block + 1) * entries.size());
+std::vector<Handle> RangeReader::ours(const Run& run) const {
   std::vector<Handle> handles;
-  handles.reserve(table.blocks.size() * shared::kBlock);  // which the runs refer to
+  for (const Entry entry : run.entries) handles.push_back(memory_.at(entry - 1));
+  return handles;
+}
+
+void RangeReader::map_fresh(std::span<const Run> fresh) {
+  std::vector<std::vector<Handle>> handles;  // which the runs refer to
   std::vector<PageRun> runs;
-  each_run(table, false, true, [&](std::size_t n, std::span<const Entry> entries) {
-    for (const Entry entry : entries) handles.push_back(memory_.at(entry - 1));
-    runs.push_back({at(n), std::span(handles).last(entries.size())});
-  });
+  for (const Run& run : fresh) {
+    entries_.reserve(run.first, run.first + run.entries.size());
+    runs.push_back({at(run.first), handles.emplace_back(ours(run))});
+  }
   if (runs.empty()) return;
   std::size_t mapped = 0;
   try {
@@ -206,12 +199,7 @@ void RangeReader::map_fresh(const Table& table) {
     unmap_first(runs, mapped);  // perhaps they are without access
     throw;
   }
-  // Not by runs, which take memory.
-  for (const auto& [block, entries] : table.blocks) {
-    for (std::size_t i = 0, n = block * shared::kBlock; i < entries.size(); ++i, ++n) {
-      if (entries_[n] == 0 && entries[i] != 0) enter(n, entries[i]);
-    }
-  }
+  for (const Run& run : fresh) enter(run);
 }
 
 void RangeReader::unmap_first(std::span<const PageRun> runs, std::size_t pages) {
@@ -226,28 +214,26 @@ void RangeReader::unmap_first(std::span<const PageRun> runs, std::size_t pages) 
   }
 }
 
-void RangeReader::replace(const Table& table) {
-  each_run(table, true, true, [&](std::size_t n, std::span<const Entry> entries) {
-    std::vector<Handle> was, is;
-    for (std::size_t i = 0; i < entries.size(); ++i) {
-      was.push_back(memory_.at(entries_[n + i] - 1));
-      is.push_back(memory_.at(entries[i] - 1));
-    }
+void RangeReader::replace(std::span<const Run> other) {
+  for (const Run& run : other) {
+    std::vector<Handle> was;
+    for (std::size_t i = 0; i < run.entries.size(); ++i)
+      was.push_back(memory_.at(entries_[run.first + i] - 1));
     try {
-      memory_.driver().remap(at(n), was, memory_.access(), is, memory_.access());
+      memory_.driver().remap(at(run.first), was, memory_.access(), ours(run), memory_.access());
     } catch (const UndoFailed&) {
       memory_.break_down(std::current_exception());
       throw;
     }
-    enter(n, entries);
-  });
+    enter(run);
+  }
 }
 
-void RangeReader::unmap_gone(const Table& table) {
-  each_run(table, true, false, [&](std::size_t n, std::span<const Entry> entries) {
-    memory_.driver().unmap(at(n), entries.size());
-    enter(n, entries);
-  });
+void RangeReader::unmap_gone(std::span<const Run> gone) {
+  for (const Run& run : gone) {
+    memory_.driver().unmap(at(run.first), run.entries.size());
+    enter(run);
+  }
 }
 
 void RangeReader::hold(const Table& table) {
@@ -310,26 +296,25 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
   memory_->await_writer();
   WriterMemory::Fetched fetched(*memory_);
   std::vector<Handle> handles;
+  std::vector<RangeReader::Diff> diffs;
   bool replaces = false;
-  const auto note = [&handles](std::size_t, std::span<const RangeReader::Entry> entries) {
-    for (const RangeReader::Entry entry : entries) handles.push_back(entry - 1);
-  };
   for (std::size_t i = 0; i < tables.size(); ++i) {
-    ranges_[i]->each_run(tables[i], false, true, note);
-    const std::size_t fresh = handles.size();
-    ranges_[i]->each_run(tables[i], true, true, note);
-    replaces |= handles.size() != fresh;
-    ranges_[i]->each_run(tables[i], true, false, [&](auto...) { replaces = true; });
+    const RangeReader::Diff& diff = diffs.emplace_back(ranges_[i]->diff(tables[i]));
+    for (const auto* const runs : {&diff.fresh, &diff.other}) {
+      for (const RangeReader::Run& run : *runs)
+        for (const RangeReader::Entry entry : run.entries) handles.push_back(entry - 1);
+    }
+    replaces |= !diff.other.empty() || !diff.gone.empty();
   }
   memory_->fetch(std::move(handles), fetched);
-  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->map_fresh(tables[i]);
+  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->map_fresh(diffs[i].fresh);
   if (replaces) memory_->await_own_work();
-  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->replace(tables[i]);
+  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->replace(diffs[i].other);
   // From here on a refusal leaves pages too many, and none too few.
   first.words_ = std::move(words);
   first.seen_words_ = version;
   for (std::size_t i = 0; i < tables.size(); ++i) {
-    ranges_[i]->unmap_gone(tables[i]);
+    ranges_[i]->unmap_gone(diffs[i].gone);
     ranges_[i]->hold(tables[i]);
   }
   return true;

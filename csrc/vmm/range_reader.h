@@ -43,6 +43,15 @@ class RangeReader {
     std::uint64_t version = 0;
     std::map<std::size_t, std::array<Entry, shared::kBlock>> blocks;  // the entries of each
   };
+  // Neighbouring pages, and their new entries.
+  struct Run {
+    std::size_t first;
+    std::vector<Entry> entries;
+  };
+  // What a table changes: pages where there are none, other pages, no pages.
+  struct Diff {
+    std::vector<Run> fresh, other, gone;
+  };
 
   // What the file begins with. Throws InvalidArgument if it is no shared range with `words` words.
   static shared::Facts checked(const Descriptor& file, std::size_t words);
@@ -59,15 +68,14 @@ class RangeReader {
   void require_open(bool look);
   bool writer_lives() const { return file_.is_locked(shared::kWriterLife, 1); }
   void copy_table(Table& table);
-  template <typename Visit>
-  void each_run(const Table& table, bool mapped_now, bool mapped_then, Visit visit) const;
-  void enter(std::size_t n, Entry entry) noexcept;
-  void enter(std::size_t n, std::span<const Entry> entries) noexcept;
-  // Steps towards a table: pages where there are none, other pages, no pages; then it is held.
-  void map_fresh(const Table& table);
+  Diff diff(const Table& table) const;
+  void enter(const Run& run) noexcept;
+  std::vector<Handle> ours(const Run& run) const;
+  // Steps towards a table; then it is held.
+  void map_fresh(std::span<const Run> fresh);
   void unmap_first(std::span<const PageRun> runs, std::size_t pages);
-  void replace(const Table& table);
-  void unmap_gone(const Table& table);
+  void replace(std::span<const Run> other);
+  void unmap_gone(std::span<const Run> gone);
   void hold(const Table& table);
   // Unmaps all and frees the addresses.
   void end();
