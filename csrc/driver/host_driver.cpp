@@ -52,8 +52,6 @@ constexpr std::size_t kCut = 2;
 
 void* pointer(Address at) { return reinterpret_cast<void*>(at); }
 
-std::size_t granularity_of_kernel() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
-
 // Calls `visit(first, n)` for each piece: handles that follow one another, which are one kernel
 // mapping. Ends early if it returns false.
 template <typename Visit>
@@ -69,12 +67,6 @@ std::size_t count_pieces(std::span<const Handle> handles) {
   std::size_t pieces = 0;
   each_piece(handles, [&](std::size_t, std::size_t) { return ++pieces != 0; });
   return pieces;
-}
-
-std::size_t pages_in(std::span<const PageRun> runs) {
-  std::size_t pages = 0;
-  for (const PageRun& run : runs) pages += run.handles.size();
-  return pages;
 }
 
 std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
@@ -102,7 +94,7 @@ class HostDriver final : public Driver {
         limit_(options.limit != nullptr ? *options.limit : MapLimit::of_process()),
         memfd_(options.memory) {
     if (options.memory < 0) refuse_in_forked_child("host driver");
-    const std::size_t granularity = granularity_of_kernel();
+    const auto granularity = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     page_size_ = checked_page_size(options.page_size, granularity);
     traits_ = {.name = "host",
                .device = {.type = 1, .index = 0},
@@ -228,13 +220,16 @@ class HostDriver final : public Driver {
 
   void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) override {
     refuse_if_left("host map");
-    std::size_t more = 0;
-    for (const PageRun& run : runs) more += count_pieces(run.handles) + 1;  // the hole may be cut
+    std::size_t more = 0, pages = 0;
+    for (const PageRun& run : runs) {
+      more += count_pieces(run.handles) + 1;  // the hole may be cut
+      pages += run.handles.size();
+    }
     limit_.admit(more);
     for (const PageRun& run : runs) {
       const Refusal refusal = map_run(run, access, mapped);
       if (!refusal) continue;
-      throw refused("host map", Call::mmap, refusal.error, "mapping " + count_of(pages_in(runs)),
+      throw refused("host map", Call::mmap, refusal.error, "mapping " + count_of(pages),
                     limit_.advice(run.handles.size() * page_size_));
     }
   }
@@ -257,7 +252,12 @@ class HostDriver final : public Driver {
     std::size_t touched = 0;
     const Refusal refusal = map_run({at, to}, to_access, touched);
     if (!refusal) return;
-    const bool whole = put_back({at, from.first(touched)}, from_access);
+    bool whole = true;  // put back, as far as the kernel lets it
+    each_piece(from.first(touched), [&](std::size_t first, std::size_t n) {
+      whole &= !insist(
+          [&] { return place_piece(at + first * page_size_, n, from[first], from_access); });
+      return true;
+    });
     const DriverError cause =
         refused("host remap", Call::mmap, refusal.error, "remapping " + count_of(to.size()),
                 limit_.advice(to.size() * page_size_));
@@ -277,13 +277,9 @@ class HostDriver final : public Driver {
 
   void populate(Address at, std::size_t n) override {
     refuse_if_left("host populate");
-    const std::size_t pages_at_once = std::max(kPopulateBytes / page_size_, std::size_t{1});
-    for (std::size_t done = 0; done < n; done += pages_at_once) {
-      const std::size_t pages = std::min(pages_at_once, n - done);
-      if (const Refusal refusal = populate_some(at + done * page_size_, pages * page_size_)) {
-        throw refused("host populate", Call::madvise, refusal.error,
-                      "making present " + count_of(n), "free memory");
-      }
+    if (const Refusal refusal = make_present(at, n * page_size_)) {
+      throw refused("host populate", Call::madvise, refusal.error, "making present " + count_of(n),
+                    "free memory");
     }
   }
 
@@ -369,15 +365,13 @@ class HostDriver final : public Driver {
   };
 
   void open_memfd() {
-    int error = meter_.enter(Call::memfd_create) ? EMFILE : 0;
-    if (!error) memfd_ = Descriptor(memfd_create("vtensor", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (!error && memfd_.get() < 0) error = errno;
-    if (error) {
-      throw refused(
-          "host driver", Call::memfd_create, error, "the memfd that a pool needs",
-          "close files or raise the limit on them (ulimit -n), and allow memfd_create where "
-          "a sandbox filters system calls");
-    }
+    make_call(meter_, "host driver", Call::memfd_create, EMFILE, "the memfd that a pool needs",
+              "close files or raise the limit on them (ulimit -n), and allow memfd_create where a "
+              "sandbox filters system calls",
+              [&] {
+                memfd_ = Descriptor(memfd_create("vtensor", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+                return memfd_.get() >= 0;
+              });
     // Past the limit on file sizes the kernel sends a signal instead of an error.
     rlimit limit{};
     std::uint64_t size = kMemfdSize;
@@ -426,23 +420,16 @@ class HostDriver final : public Driver {
   // they exist. A later write to memory that is mapped for writing then does not fault. It takes
   // whole small pages, so that EINVAL is that of a kernel without the call, which makes memory
   // present at the first touch.
-  Refusal populate_some(Address at, std::size_t bytes) {
-    const std::size_t before = at % traits_.granularity;
-    return call(Call::madvise, at, bytes, [&] {
-      return madvise(pointer(at - before), before + bytes, MADV_POPULATE_READ) == 0 ||
-             errno == EINVAL;
-    });
-  }
-
-  // One pwrite to the memfd, seen in the trace at `at`. Adds to `done` what it wrote.
-  Refusal write_some(Address at, const void* from, std::size_t bytes, off_t to, std::size_t& done) {
-    ssize_t n = 0;
-    const Refusal refusal = call(Call::pwrite, at, bytes, [&] {
-      n = pwrite(memfd_.get(), from, bytes, to);
-      if (n == 0) errno = ENOSPC;
-      return n > 0 || errno == EINTR;
-    });
-    if (n > 0) done += static_cast<std::size_t>(n);
+  Refusal make_present(Address at, std::size_t bytes) {
+    Refusal refusal;
+    for (const Address end = at + bytes; at < end && !refusal; at += kPopulateBytes) {
+      const std::size_t before = at % traits_.granularity;
+      const std::size_t some = std::min(kPopulateBytes, end - at);
+      refusal = call(Call::madvise, at, some, [&] {
+        return madvise(pointer(at - before), before + some, MADV_POPULATE_READ) == 0 ||
+               errno == EINVAL;
+      });
+    }
     return refusal;
   }
 
@@ -493,25 +480,21 @@ class HostDriver final : public Driver {
     return refusal;
   }
 
-  // Undoes a remap. False if that is refused for some pages.
-  bool put_back(const PageRun& run, Access access) {
-    bool whole = true;
-    each_piece(run.handles, [&](std::size_t first, std::size_t n) {
-      const Address at = run.at + first * page_size_;
-      whole &= !insist([&] { return place_piece(at, n, run.handles[first], access); });
-      return true;
-    });
-    return whole;
-  }
-
   void copy_page(const PageCopy& copy) {
     for (std::size_t done = 0; done < page_size_;) {
       const Address from = copy.from + done;
       const off_t to = offset_of(copy.to) + static_cast<off_t>(done);
-      if (const Refusal refusal = write_some(from, pointer(from), page_size_ - done, to, done)) {
+      ssize_t n = 0;
+      const Refusal refusal = call(Call::pwrite, from, page_size_ - done, [&] {
+        n = pwrite(memfd_.get(), pointer(from), page_size_ - done, to);
+        if (n == 0) errno = ENOSPC;
+        return n > 0 || errno == EINTR;
+      });
+      if (refusal) {
         throw refused("host copy_pages", Call::pwrite, refusal.error,
                       text("copying a page of ", page_size_, " bytes"), "free memory");
       }
+      if (n > 0) done += static_cast<std::size_t>(n);
     }
   }
 
@@ -527,12 +510,10 @@ class HostDriver final : public Driver {
   Descriptor memfd_;                          // -1 in a forked child
   Pagemap pagemap_;
   // A refusal is no error: the faults of the copy make memory present too.
-  std::unique_ptr<HostCopies, DeleteUnlessForked> copies_{new HostCopies([this](std::byte* to,
-                                                                                std::size_t bytes) {
-    for (std::size_t done = 0; done < bytes; done += kPopulateBytes) {
-      populate_some(reinterpret_cast<Address>(to) + done, std::min(kPopulateBytes, bytes - done));
-    }
-  })};
+  std::unique_ptr<HostCopies, DeleteUnlessForked> copies_{
+      new HostCopies([this](std::byte* to, std::size_t bytes) {
+        make_present(reinterpret_cast<Address>(to), bytes);
+      })};
 };
 
 void prepare() {
