@@ -98,14 +98,6 @@ bool HostCopies::passed(const Fence& fence) {
   return static_cast<const CopyFence&>(fence).passed();
 }
 
-bool HostCopies::wait(const Fence& fence, std::chrono::nanoseconds patience) {
-  const auto until = std::chrono::steady_clock::now() + patience;
-  for (; !passed(fence); std::this_thread::sleep_for(std::chrono::microseconds(50))) {
-    if (std::chrono::steady_clock::now() >= until) return false;
-  }
-  return true;
-}
-
 void HostCopies::work(std::size_t thread) {
   std::unique_lock lock(mutex_);
   for (;;) {

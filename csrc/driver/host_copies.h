@@ -3,7 +3,6 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -37,8 +36,6 @@ class HostCopies {
   // A point after all copies queued so far; null if all are done.
   FencePtr fence();
   static bool passed(const Fence& fence);
-  // Waits. False if the fence has not passed by then.
-  static bool wait(const Fence& fence, std::chrono::nanoseconds patience);
 
  private:
   struct Piece {
