@@ -256,12 +256,7 @@ std::size_t FallAsleep::unmap_all() {
   pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
   explain(true);  // readers that come from now on find the memory asleep
   require_no_readers();
-  try {
-    unmap(lock, runs);
-  } catch (...) {
-    explain(false);
-    throw;
-  }
+  unmap(lock, runs);
   const std::size_t given = pool_->store().sleep(lock, pages);
   release(held_);
   return given;
@@ -270,28 +265,28 @@ std::size_t FallAsleep::unmap_all() {
 // Puts back what went if a run is refused. The pool is broken if that is refused too.
 void FallAsleep::unmap(PoolLock& lock, std::span<const SleepRun> runs) {
   Driver& driver = pool_->driver();
-  std::size_t gone = 0;
-  std::exception_ptr broken;
-  try {
+  std::exception_ptr refused, broken;
+  {
     const Unlocked unlocked(lock);
+    std::size_t gone = 0, back = 0;
     try {
-      for (const SleepRun& run : runs) {
-        driver.unmap(run.client->range().address(run.pages), run.pages.indices.size());
-        ++gone;
+      for (; gone < runs.size(); ++gone) {
+        const SleepRun& run = runs[gone];
+        driver.unmap(run.client->range().address(run.pages), run.handles.size());
       }
+      return;
     } catch (...) {
-      try {
-        std::size_t back = 0;
-        map(driver, runs.first(gone), back);
-      } catch (...) {
-        broken = std::current_exception();
-      }
-      throw;
+      refused = std::current_exception();
     }
-  } catch (...) {
-    if (broken) pool_->store().break_down(broken);
-    throw;
+    try {
+      map(driver, runs.first(gone), back);
+    } catch (...) {
+      broken = std::current_exception();
+    }
   }
+  if (broken) pool_->store().break_down(broken);
+  explain(false);
+  std::rethrow_exception(refused);
 }
 
 // -- waking
@@ -316,15 +311,28 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
     while (MakeRoom(*pool_).ready(lock, caller_.operation, missing)) {
     }
     pool_->store().wake(pages_);
-    map(lock);
   } catch (...) {
+    release(held_);
+    throw;
+  }
+  try {
+    const std::vector<SleepPart> unclean = collect();
+    const Unlocked unlocked(lock);
+    Driver& driver = pool_->driver();
+    map(driver, runs_, mapped_);
+    // New memory may hold bytes of another owner (I7).
+    for (const SleepPart& part : unclean) driver.zero(part.at, part.bytes, driver.copy_stream());
+    if (!unclean.empty()) await_copies(*pool_, caller_.operation, "zeroing pages");
+  } catch (...) {
+    undo(lock);
     release(held_);
     throw;
   }
 }
 
-void WakeUp::collect() {
+std::vector<SleepPart> WakeUp::collect() {
   const std::size_t size = pool_->page_size();
+  std::vector<SleepPart> unclean;
   std::unordered_set<const Page*> seen;
   for (const std::shared_ptr<Client>& client : held_) {
     const Reservation& range = client->range();
@@ -336,32 +344,11 @@ void WakeUp::collect() {
       const SleepPart part{range.address(row, index), entry.page()->sleep,
                            entry.page()->sleep_slot * size, size};
       add_part(parts_, part);
-      if (entry.page()->stale) add_part(unclean_, part);
+      if (entry.page()->stale) add_part(unclean, part);
     });
   }
   sort(runs_);
-}
-
-void WakeUp::map(PoolLock& lock) {
-  Driver& driver = pool_->driver();
-  try {
-    collect();
-    const Unlocked unlocked(lock);
-    vtensor::map(driver, runs_, mapped_);
-    zero();
-  } catch (...) {
-    undo(lock);
-    throw;
-  }
-}
-
-// New memory may hold bytes of another owner (I7).
-void WakeUp::zero() const {
-  if (unclean_.empty()) return;
-  Driver& driver = pool_->driver();
-  const Stream stream = driver.copy_stream();
-  for (const SleepPart& part : unclean_) driver.zero(part.at, part.bytes, stream);
-  await_copies(*pool_, caller_.operation, "zeroing pages");
+  return unclean;
 }
 
 void WakeUp::finish(std::span<const std::uint64_t> restored) {

@@ -111,9 +111,8 @@ class WakeUp {
   void give_up() noexcept;
 
  private:
-  void collect() VT_LOCKED;
-  void map(PoolLock& lock) VT_LOCKED;
-  void zero() const;
+  // Returns parts that may show old bytes.
+  std::vector<SleepPart> collect() VT_LOCKED;
   // Back to sleep (I8). The pool is broken if the driver does not unmap it, or copies to it do not
   // end.
   void undo(PoolLock& lock) noexcept VT_LOCKED;
@@ -124,8 +123,7 @@ class WakeUp {
   std::vector<Page*> pages_;    // each once
   std::vector<SleepRun> runs_;  // the writable ones first
   std::vector<SleepPart> parts_;
-  std::vector<SleepPart> unclean_;  // parts that may show old bytes
-  std::size_t mapped_ = 0;          // pages of the runs mapped so far, from the first on
+  std::size_t mapped_ = 0;  // pages of the runs mapped so far, from the first on
 };
 
 }  // namespace vtensor
