@@ -1,5 +1,4 @@
-// Copies between pages, and their zeroing, are made on the side stream, after the fences of what
-// wrote them.
+// Copies between pages, and their zeroing, are made on the side stream.
 #include <algorithm>
 #include <chrono>
 #include <exception>
@@ -55,15 +54,12 @@ bool CudaDriver::close_copies() {
   return true;
 }
 
-void CudaDriver::copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) {
+void CudaDriver::copy_pages(std::span<const PageCopy> copies) {
   if (copies.empty()) return;
   const std::lock_guard lock(scratch_mutex_);
   const auto deadline = std::chrono::steady_clock::now() + cuda_.timeout;
   const RelaxedCapture relaxed(cuda_, kOperation);
   const PrimaryContext context(cuda_, kOperation);
-  for (const FencePtr& fence : after) {
-    if (fence != nullptr) let_wait(kOperation, side_stream_, *fence);
-  }
   while (!copies.empty()) {
     const std::size_t n = std::min(copies.size(), kScratchPages);
     copy_some(copies.first(n), deadline);

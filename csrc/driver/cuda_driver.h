@@ -41,7 +41,7 @@ class CudaDriver final : public Driver {
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access) override;
   void zero(Address at, std::size_t bytes, Stream stream) override;
-  void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) override;
+  void copy_pages(std::span<const PageCopy> copies) override;
   void populate(Address, std::size_t) override {}  // memory comes with cuMemCreate
   // No fault unshares pages here.
   void find_private_copies(Address, std::span<std::uint8_t>) override {}

@@ -84,7 +84,7 @@ void CudaDriver::back_holes(std::span<const Address> pages) {
   const std::lock_guard lock(zeros_mutex_);
   // A call after a refused one goes on with what there is.
   if (zeros_ == 0) zeros_ = create(1);
-  if (!are_zeros_) copy_pages(std::array{PageCopy{zeros_, kZeros}}, {});
+  if (!are_zeros_) copy_pages(std::array{PageCopy{zeros_, kZeros}});
   are_zeros_ = true;
   {
     const std::lock_guard holes(ranges_mutex_);

@@ -147,10 +147,10 @@ class Driver {
   // Zeroes [at, at + bytes), which is mapped writable, in the order of the stream's work. On the
   // host it is done on return.
   virtual void zero(Address at, std::size_t bytes, Stream stream) = 0;
-  // Copies pages on the side stream, after the fences; done on return. Each `to` is mapped nowhere;
-  // with kernel_copies_on_write it may also be the handle mapped copy-on-write at `from` alone.
-  // Throws TimedOut if the device does not finish.
-  virtual void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) = 0;
+  // Copies pages on the side stream; done on return. Each `to` is mapped nowhere; with
+  // kernel_copies_on_write it may also be the handle mapped copy-on-write at `from` alone. Throws
+  // TimedOut if the device does not finish.
+  virtual void copy_pages(std::span<const PageCopy> copies) = 0;
   // Makes the memory of `n` pages, mapped writable at `at`, present now instead of at first touch.
   virtual void populate(Address at, std::size_t n) = 0;
   static constexpr std::uint8_t kMaybeCopied = 2;

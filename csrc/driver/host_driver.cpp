@@ -271,7 +271,7 @@ class HostDriver final : public Driver {
     std::memset(pointer(at), 0, bytes);
   }
 
-  void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr>) override {
+  void copy_pages(std::span<const PageCopy> copies) override {
     refuse_if_left("host copy_pages");
     for (const PageCopy& copy : copies) copy_page(copy);
   }

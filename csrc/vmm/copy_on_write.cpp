@@ -180,7 +180,7 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs
     const trace::Span span(trace::What::copy, copies.front().from,
                            copies.size() * range.page_size(), range.base());
     try {
-      driver.copy_pages(copies, {});
+      driver.copy_pages(copies);
     } catch (const TimedOut&) {
       changes.copies_go_on();
       throw;

@@ -89,7 +89,7 @@ inline void map_run(Driver& driver, Address at, std::span<const Handle> handles,
 }
 inline void copy_page(Driver& driver, Handle to, Address from) {
   const PageCopy copy{to, from};
-  driver.copy_pages({&copy, 1}, {});
+  driver.copy_pages({&copy, 1});
 }
 // Returns when the work launched in `stream` so far is done.
 inline void await_work(Driver& driver, Stream stream) {

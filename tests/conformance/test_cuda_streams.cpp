@@ -203,7 +203,7 @@ TEST_CASE("copies go in groups: a set-access, an event and an unmap each, no syn
                           Call::cuMemcpyDtoDAsync, Call::cuCtxSynchronize};
   std::vector<std::uint64_t> counts;
   for (const Call call : counted) counts.push_back(s.calls(call));
-  s.driver->copy_pages(copies, {});
+  s.driver->copy_pages(copies);
   for (std::size_t i = 0; i < counts.size(); ++i) counts[i] = s.calls(counted[i]) - counts[i];
   CHECK(counts == std::vector<std::uint64_t>{3, 3, 3, 70, 0});
 }
@@ -213,12 +213,12 @@ TEST_CASE("a copy that does not finish times out, and what it may write is set a
   const Handle to = s.driver->create(1), next = s.driver->create(1);
   s.control.hold(s.one.number());
   s.launch(s.one, 0, 7);
-  const FencePtr fence = s.driver->fence(s.one.stream());
+  s.driver->order(s.driver->side_stream(), *s.driver->fence(s.one.stream()));
   const std::uint64_t mappings = s.control.leaks().mappings;
   const auto start = std::chrono::steady_clock::now();
   const PageCopy copy{to, s.range};
   try {
-    s.driver->copy_pages({&copy, 1}, {&fence, 1});
+    s.driver->copy_pages({&copy, 1});
     FAIL("the copy returned");
   } catch (const TimedOut& error) {
     CHECK(std::string(error.what()).find("did not finish within 50 ms") != std::string::npos);
@@ -228,7 +228,7 @@ TEST_CASE("a copy that does not finish times out, and what it may write is set a
 
   // The stream is still taken, so that this one times out too, and launches nothing.
   const PageCopy another{next, s.range + kPageSize};
-  CHECK_THROWS_AS(s.driver->copy_pages({&another, 1}, {}), TimedOut);
+  CHECK_THROWS_AS(s.driver->copy_pages({&another, 1}), TimedOut);
   CHECK(s.control.leaks().mappings == mappings + 1);
 
   s.control.release(s.one.number());
@@ -253,11 +253,9 @@ TEST_CASE("the driver's end gives back what a late copy had, or leaves it to a c
       const Address range = bench.driver->reserve(1);
       bench.map(range, {&handles[0], 1}, Access::writable);
       control.hold(stream);
-      {
-        const FencePtr fence = bench.driver->fence(stream);
-        const PageCopy copy{handles[1], range};
-        CHECK_THROWS_AS(bench.driver->copy_pages({&copy, 1}, {&fence, 1}), TimedOut);
-      }
+      bench.driver->order(bench.driver->side_stream(), *bench.driver->fence(stream));
+      const PageCopy copy{handles[1], range};
+      CHECK_THROWS_AS(bench.driver->copy_pages({&copy, 1}), TimedOut);
       if (is_over) {
         control.release(stream);
         const FencePtr fence = bench.driver->fence(bench.driver->side_stream());

@@ -600,10 +600,10 @@ TEST_CASE("copies that were launched keep their pages until they are done") {
     const std::array<PageCopy, 2> copies{PageCopy{bench.other[0], bench.range},
                                          PageCopy{bench.other[1], bench.range + kPage}};
     try {
-      bench.driver->copy_pages(copies, {});
+      bench.driver->copy_pages(copies);
     } catch (const std::bad_alloc&) {
       const long none_left = std::exchange(allowed, -1);
-      bench.driver->copy_pages(copies, {});
+      bench.driver->copy_pages(copies);
       allowed = none_left;
     }
     CHECK(bench.device.illegal_accesses() == 0);
