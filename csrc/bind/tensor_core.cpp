@@ -577,7 +577,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
       Buffer& buffer = *core->buffer_;
       RowShape shape = core->row_shape(core->spec_.capacity);
       const bool may_stay =
-          one_pool && rows.size() == shape.rows && buffer.pool()->traits().remaps_in_one_step;
+          one_pool && rows.size() == shape.rows && buffer.pool()->traits().kernel_copies_on_write;
       shape.rows = rows.size();
       operations[i]->with_memory([&] {
         if (may_stay && !buffer.published()) {

@@ -79,17 +79,17 @@ struct ExportedPage {
 using DeviceUuid = std::array<char, 16>;
 
 struct DriverTraits {
-  std::string name;               // "host", "cuda"
-  Device device;                  // what tensors over this memory report to DLPack
-  std::size_t page_size;          // bytes; the unit of everything below
-  std::size_t granularity;        // the driver's smallest page, bytes
-  std::size_t available;          // default budget in bytes of a pool that is the only one
-  bool adjacent_handles = false;  // h and h + 1 at neighbouring pages merge into one kernel mapping
-  bool created_zero = false;      // memory behind a handle reads as zeros until first written
-  // A write to a copy-on-write page copies it, without a fault.
+  std::string name;         // "host", "cuda"
+  Device device;            // what tensors over this memory report to DLPack
+  std::size_t page_size;    // bytes; the unit of everything below
+  std::size_t granularity;  // the driver's smallest page, bytes
+  std::size_t available;    // default budget in bytes of a pool that is the only one
+  // h and h + 1 at neighbouring pages merge into one kernel mapping; new handles read as zeros.
+  bool adjacent_handles = false;
+  // A write to a copy-on-write page copies it, without a fault; and remap never leaves a page
+  // unmapped, whatever is refused.
   bool kernel_copies_on_write = false;
-  bool asynchronous = false;        // kernels run in streams, beside their callers
-  bool remaps_in_one_step = false;  // remap never leaves a page unmapped, whatever is refused
+  bool asynchronous = false;  // kernels run in streams, beside their callers
   ExportKind exports = ExportKind::none;
   DeviceUuid uuid{};
 };

@@ -103,9 +103,7 @@ class HostDriver final : public Driver {
                .granularity = granularity,
                .available = free_host_memory() / 5 * 4 / page_size_ * page_size_,
                .adjacent_handles = true,
-               .created_zero = true,
                .kernel_copies_on_write = true,
-               .remaps_in_one_step = true,
                .exports = options.shareable ? ExportKind::file : ExportKind::none};
     if (options.memory < 0) open_memfd();
     copy_stream_ = kCopyStream;

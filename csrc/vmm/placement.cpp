@@ -42,7 +42,7 @@ Page* Placement::new_record(Handle handle) {
 Page* Placement::blank() {
   Page* const page = new_record(0);
   page->references = 1;
-  page->dirty = !driver_.traits().created_zero;
+  page->dirty = true;  // new memory may show old bytes
   page->resident = page->fresh = true;
   return page;
 }
