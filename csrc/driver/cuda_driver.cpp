@@ -173,7 +173,7 @@ bool CudaDriver::close() {
   // The core waited for the fences of what it unmapped. The ranges that are left are those of a
   // broken pool, and what runs there is not known.
   try {
-    if (over && has_ranges()) cuda_.synchronize("close");
+    if (over && !ranges_.empty()) cuda_.synchronize("close");
   } catch (const DriverError&) {
     // As above.
   } catch (const std::exception&) {  // timed out, or no thread to wait in: work may still run

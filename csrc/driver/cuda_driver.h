@@ -81,7 +81,6 @@ class CudaDriver final : public Driver {
                std::size_t& mapped);
   void unmap_for(const char* operation, Address at, std::size_t pages);
   Refusal map_runs(std::span<const PageRun> runs, Access access, std::size_t& mapped);
-  bool has_ranges() const;
   bool begins_range(Address at) const;
   CUresult map_page(Address at, Handle handle);
   CUresult set_access(Address at, std::size_t pages, Access access, bool never_written = false);

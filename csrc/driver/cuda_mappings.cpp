@@ -137,11 +137,6 @@ CUresult CudaDriver::cover(std::span<const Address> holes) {
   return refused;
 }
 
-bool CudaDriver::has_ranges() const {
-  const std::lock_guard lock(ranges_mutex_);
-  return !ranges_.empty();
-}
-
 bool CudaDriver::begins_range(Address at) const {
   const std::lock_guard lock(ranges_mutex_);
   return ranges_.contains(at);
