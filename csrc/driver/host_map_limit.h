@@ -1,11 +1,11 @@
-// Keeps the process away from vm.max_map_count, the kernel's limit on mappings. At the limit the
-// kernel refuses every mmap, even one that leaves fewer mappings, and every munmap that splits one.
-// So new mappings are refused before the limit is reached. And for unmapping and undoing, which
-// must not fail there, a few mappings are kept as ballast to throw off.
+// Keeps the process away from vm.max_map_count. At that limit the kernel refuses every mmap, even
+// one that leaves fewer mappings, and every munmap that splits one. So new mappings are refused
+// before it, and a few are kept as ballast: unmapping and undoing, which must not fail, throw it
+// off.
 //
-// Drivers count the most that their operations may add. The kernel's own count, which takes time by
-// the mapping, is read only once half of the room seen last is used up: the other half is for
-// mappings that the rest of the process makes meanwhile.
+// Drivers count the most that their operations may add. The kernel's own count takes time by the
+// mapping, so it is read once half of the room seen last is used up; the rest of the process makes
+// mappings too.
 #pragma once
 
 #include <atomic>

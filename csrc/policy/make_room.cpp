@@ -282,7 +282,7 @@ MakeRoom::Given MakeRoom::run_shrinkers(PoolLock& lock, std::size_t pages) {
   const bool asks = ledger != nullptr && ledger->wants();
   const std::vector<std::shared_ptr<Shrinker>> all = pool_.shrinkers();
   if (all.empty()) return Given::nothing;
-  const Unlocked shrinkers_take_the_lock(lock);  // fork(2) waits for them
+  const Unlocked shrinkers_take_the_lock(lock);
   bool waits = false;
   std::size_t given = 0;
   for (const std::shared_ptr<Shrinker>& shrinker : all) {

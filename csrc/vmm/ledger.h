@@ -1,18 +1,10 @@
 // One limit for the pools of several processes: a file in shared memory in which each pool has a
-// place. It knows nothing of pages and pools. Bytes are charged before they are made, and given
-// back once they are gone, so that what all living places hold is never more than the limit. A
-// process that dies leaves nothing behind in the file, at any moment:
+// place, which it alone writes. It knows nothing of pages and pools. Bytes are charged before they
+// are made, and given back once they are gone, so that what all living places hold is never more
+// than the limit, whichever process dies at whatever moment (csrc/DESIGN.md).
 //
-//   - Only a place's owner writes what it holds, in one store. The sum is stored nowhere.
-//   - A place counts while its owner lives: while another open file has the lock of its byte.
-//   - The file's lock is one of another byte. It keeps what others hold from growing while a charge
-//     adds that up. Whoever has it next does anew what its holder left half done.
-//
-// All are locks of open file descriptions (F_OFD_SETLK), which the kernel lets go with the process.
-//
-// A file with a name cannot be sealed (F_SEAL_SHRINK is a memfd's), so anything that may write to
-// it may make it shorter, and a page that it then lacks is SIGBUS. So its length is looked at
-// before each use. A pool whose file was cut goes on over zeros of its own, and charges no more.
+// A file with a name cannot be sealed (F_SEAL_SHRINK is a memfd's). So its length is looked at
+// before each use, and a pool whose file was cut goes on over zeros of its own, and charges no more.
 #pragma once
 
 #include <chrono>

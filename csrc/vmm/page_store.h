@@ -1,10 +1,5 @@
 // The page handles of one device and one page size: budget, reference counts, and the memory of
 // free pages, which is kept for the next user.
-//
-// In a shared budget `cover` charges pages before the driver makes them, and nothing else asks
-// whether they may be made. What is charged and neither made nor promised goes back before the lock
-// is let go, in `give_back_uncovered`. So an operation that has covered pages takes them without a
-// refusal until then.
 #pragma once
 
 #include <atomic>

@@ -93,7 +93,7 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
 };
 
 // Lets the lock go for its lifetime, for driver calls, which may take as long as the device is
-// busy. Operations that need all driver calls to have ended, as fork(2) does, wait for its end.
+// busy. Operations that need all driver calls to have ended, as Pool.trim() does, wait for its end.
 // What the calls change is claimed before.
 class VT_THREAD_SAFETY(scoped_lockable) Unlocked {
  public:

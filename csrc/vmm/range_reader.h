@@ -111,14 +111,13 @@ class RangeReaders {
 
   // Whether a sync would find anything new.
   bool stale() const;
-  // Shows what the first range's words and all tables say, each of one moment. `stale`: what
-  // stale() answered. Returns whether anything has changed. Makes no system call if nothing has,
-  // but for one look each kLook at whether the writer lives. On a device it waits until the work
-  // that the writer has launched is over, and before pages go until the caller's is. Not two
-  // threads at a time. Throws Closed if the owner has left or its process has ended, Asleep,
-  // TimedOut, DriverError, and Error if the writer hands no pages over: the words are as before
-  // then, or, if pages could not be unmapped, as they will be. After a refusal that cannot be
-  // undone it throws that each time.
+  // Shows what the first range's words and all tables say, each of one moment, if `stale`, which is
+  // what stale() answered; returns it. If not, it makes no system call but for one look each kLook
+  // at whether the writer lives. On a device it waits for the work that the writer has launched,
+  // and for the caller's before pages go. Not two threads at a time. Throws Closed if the owner has
+  // left or its process has ended, Asleep, TimedOut, DriverError, and Error if the writer hands no
+  // pages over: the words are as before then, or, if pages could not be unmapped, as they will be.
+  // After a refusal that cannot be undone it throws that each time.
   bool sync(const Caller& caller, bool stale);
 
   // Whether they are of a process that this one was forked from: then they have neither memory nor
