@@ -236,7 +236,10 @@ class HostDriver final : public Driver {
   void unmap(Address at, std::size_t n) override {
     if (left_behind()) return;
     limit_.add(kCut);
-    if (const Refusal refusal = place_hole(at, n)) {
+    const Refusal refusal = insist([&] {
+      return place(Call::munmap, at, n * page_size_, hole_protection_, kHoleFlags, -1, 0);
+    });
+    if (refusal) {
       throw refused("host unmap", Call::munmap, refusal.error, "unmapping " + count_of(n),
                     limit_.advice());
     }
@@ -463,12 +466,6 @@ class HostDriver final : public Driver {
     const int flags = access == Access::copy_on_write ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
     return place(Call::mmap, at, pages * page_size_, page_protection_, flags, memfd_.get(),
                  offset_of(first));
-  }
-
-  Refusal place_hole(Address at, std::size_t pages) {
-    return insist([&] {
-      return place(Call::munmap, at, pages * page_size_, hole_protection_, kHoleFlags, -1, 0);
-    });
   }
 
   // Maps piece after piece, up to the first refusal. Adds to `touched` the pages from the first on

@@ -243,9 +243,9 @@ Ledger::Content& Ledger::require_whole() const {
 }
 
 bool Ledger::is_linked() const {
-  struct stat here{}, there{};
-  return fstat(file_->descriptor(), &here) == 0 && stat(path().c_str(), &there) == 0 &&
-         here.st_dev == there.st_dev && here.st_ino == there.st_ino;
+  struct stat found{};
+  return stat(path().c_str(), &found) == 0 &&
+         id_of(file_->descriptor()) == FileId{found.st_dev, found.st_ino};
 }
 
 void Ledger::unlink() const noexcept { ::unlink(path().c_str()); }

@@ -43,8 +43,6 @@ PageSocket::PageSocket(CallMeter& meter, const char* operation, Descriptor& othe
             [&] { return file_.make_socket(other); });
 }
 
-bool PageSocket::is_end(int error) { return error == EPIPE || error == ECONNRESET; }
-
 int PageSocket::send(PageMessage& message) {
   iovec part{.iov_base = &message.content, .iov_len = sizeof message.content};
   msghdr sent{};

@@ -45,10 +45,8 @@ class PageSocket {
   PageSocket(CallMeter& meter, const char* operation, Descriptor& other);
 
   int descriptor() const { return file_.descriptor(); }
-  // 0, or what the system refuses it with.
+  // 0, or what the system refuses it with: EPIPE or ECONNRESET if the other end is gone.
   int send(PageMessage& message);
-  // Whether such a refusal says that the other end is gone.
-  static bool is_end(int error);
   // The next message. None if there is none yet, or `ended` if none comes any more: the other end
   // is gone, or sent what is no message.
   std::optional<PageMessage> receive(bool& ended);

@@ -106,7 +106,7 @@ void RangeReader::require_open(bool look) {
   }
   const auto now = steady_clock::now();
   if (!look && now - looked_at_ < kLook) return;
-  if (!writer_lives()) {
+  if (!file_.is_locked(shared::kWriterLife, 1)) {
     throw Closed("[", kOperation,
                  "] the process that wrote has ended: what was read last stays readable, and "
                  "nothing more comes");

@@ -66,7 +66,6 @@ class RangeReader {
   }
   void take_place();
   void require_open(bool look);
-  bool writer_lives() const { return file_.is_locked(shared::kWriterLife, 1); }
   void copy_table(Table& table);
   Diff diff(const Table& table) const;
   void enter(const Run& run) noexcept;

@@ -1,9 +1,6 @@
-// A file of one process or of several: its descriptor, its mapping and locks of its bytes. A forked
-// child has neither the descriptor nor the mapping, either of which would keep the locks when this
-// process is dead.
-//
-// Locks are those of open file descriptions (F_OFD_SETLK): the kernel lets them go with the
-// process, and they mean the same in every PID namespace.
+// A file of one process or of several: its descriptor, its mapping and locks of its bytes, which
+// are those of open file descriptions (F_OFD_SETLK). A forked child has neither the descriptor nor
+// the mapping, either of which would keep the locks when this process is dead.
 #pragma once
 
 #include <sys/types.h>

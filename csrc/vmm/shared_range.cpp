@@ -90,7 +90,7 @@ void SharedRange::went(std::size_t n, Page* page) noexcept {
 
 void SharedRange::publish() noexcept {
   version_ += 2;
-  // Before `oldest_held` looks: a reader that it does not see yet sees this version.
+  // Before `collect` looks: a reader that it does not see yet sees this version.
   parts_.header().table_version.store(version_, std::memory_order_seq_cst);
   changing_ = false;
 }
@@ -125,14 +125,6 @@ std::size_t SharedRange::readers() const {
   std::size_t living = 0;
   each_reader([&living](const shared::Place&) { ++living; });
   return living;
-}
-
-std::uint64_t SharedRange::oldest_held() const {
-  std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
-  each_reader([&oldest](const shared::Place& place) {
-    oldest = std::min(oldest, place.held.load(std::memory_order_seq_cst));
-  });
-  return oldest;
 }
 
 int SharedRange::open_for_reader(const char* operation) const {
@@ -177,7 +169,10 @@ bool SharedRanges::collect() noexcept {
   for (const std::shared_ptr<SharedRange>& range : all_) {
     std::vector<SharedRange::Kept>& kept = range->kept_;
     if (kept.empty()) continue;
-    const std::uint64_t held = range->oldest_held();
+    std::uint64_t held = std::numeric_limits<std::uint64_t>::max();  // the oldest that is
+    range->each_reader([&held](const shared::Place& place) {
+      held = std::min(held, place.held.load(std::memory_order_seq_cst));
+    });
     const auto end = std::find_if(kept.begin(), kept.end(),
                                   [held](const auto& one) { return one.version > held; });
     for (auto one = kept.begin(); one != end; ++one) {

@@ -24,7 +24,6 @@ class SharedRanges;
 class SharedRange {
  public:
   Address base() const { return base_; }
-  std::size_t pages() const { return sizes_.pages; }
 
   // -- the table: each hold of the lock is one change to readers
 
@@ -74,8 +73,6 @@ class SharedRange {
   // Calls visit(place) for the living readers.
   template <typename Visit>
   void each_reader(Visit visit) const;
-  // The oldest version that a living reader holds.
-  std::uint64_t oldest_held() const;
 
   SharedRanges& all_;
   const Address base_;

@@ -61,7 +61,6 @@ void refuse_received(const char* why) {
 WriterMemory::WriterMemory(Descriptor descriptor, const shared::Facts& facts, CudaOptions cuda)
     : exports_(facts.exports),
       memory_(facts.memory),
-      page_size_(facts.page_size),
       file_pages_(size_of(descriptor) / facts.page_size),
       driver_(make_driver(descriptor, facts, std::move(cuda))),
       work_(*driver_) {
@@ -69,7 +68,8 @@ WriterMemory::WriterMemory(Descriptor descriptor, const shared::Facts& facts, Cu
 }
 
 bool WriterMemory::has(const shared::Facts& facts) const {
-  return facts.memory == memory_ && facts.exports == exports_ && facts.page_size == page_size_;
+  return facts.memory == memory_ && facts.exports == exports_ &&
+         facts.page_size == driver_->traits().page_size;
 }
 
 void WriterMemory::await_own_work() {
@@ -124,7 +124,7 @@ PageMessage WriterMemory::ask(std::span<const Handle> theirs) {
   std::ranges::copy(theirs, question.content.handles.begin());
   const bool injected = driver_->meter().enter(Call::sendmsg);
   if (const int error = injected ? ENOBUFS : socket_->send(question)) {
-    if (PageSocket::is_end(error)) throw ended();
+    if (error == EPIPE || error == ECONNRESET) throw ended();
     throw refused(kOperation, Call::sendmsg, error, "a question to the writer", "try again");
   }
   const auto until = steady_clock::now() + kPatience;

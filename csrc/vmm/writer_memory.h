@@ -83,7 +83,6 @@ class WriterMemory {
 
   const ExportKind exports_;
   const FileId memory_;
-  const std::size_t page_size_;
   std::uint64_t file_pages_ = 0;
   std::unique_ptr<PageSocket> socket_;  // to the writer; null if its memory is a file
   std::uint64_t asked_ = 0;             // the number of the last question
