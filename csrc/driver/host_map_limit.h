@@ -1,7 +1,6 @@
 // Keeps the process away from vm.max_map_count. At that limit the kernel refuses every mmap, even
 // one that leaves fewer mappings, and every munmap that splits one. So new mappings are refused
-// before it, and a few are kept as ballast: unmapping and undoing, which must not fail, throw it
-// off.
+// before it, and a few are kept as ballast for unmapping and undoing, which must not fail.
 //
 // Drivers count the most that their operations may add. The kernel's own count takes time by the
 // mapping, so it is read once half of the room seen last is used up; the rest of the process makes

@@ -4,8 +4,7 @@
 // than the limit, whichever process dies at whatever moment (csrc/DESIGN.md).
 //
 // A file with a name cannot be sealed (F_SEAL_SHRINK is a memfd's). So its length is looked at
-// before each use, and a pool whose file was cut goes on over zeros of its own, and charges no
-// more.
+// before each use, and a pool whose file was cut goes on over zeros of its own.
 #pragma once
 
 #include <chrono>
