@@ -575,6 +575,7 @@ class lease(_core.Lease):
         Closed: if one of the tensors is closed.
         InvalidArgument: if one of ``tensors`` is no VTensor, or ``stream`` no stream.
         VTensorError: if the lease has begun already.
+        TimedOut: if another thread's operation on one of the tensors has not ended in 60 s.
         DriverError: at the end of the ``with``, if no fence can be made. The pages then stay pinned for good.
     """
 
