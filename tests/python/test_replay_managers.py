@@ -180,13 +180,14 @@ def test_the_ideal_cache_wastes_nothing(shapes, tokens):
         scheduler.add(Request(i, prompt, new, salt=salt))
     while scheduler.unfinished:
         plan = scheduler.plan()
-        nodes = [child for root in cache._roots.values() for child in root.children.values()]
-        for node in nodes:
-            nodes.extend(node.children.values())
-        private = sum(n - len(path) * FRAME for n, path in zip(cache._lengths, cache._paths, strict=True))
-        assert cache._tokens_free + private + len(nodes) * FRAME == tokens
+        private = sum(n - held * FRAME for n, held in zip(cache._lengths, cache._held, strict=True))
+        assert cache._tokens_free + private + len(cache._users) * FRAME == tokens
         assert cache._tokens_free >= 0
-        assert cache._idle == sum(node.users == 0 for node in nodes)
+        used = Counter(
+            unit for units, held in zip(cache._hashes, cache._held, strict=True) for unit in units[:held]
+        )
+        assert {unit: n for unit, n in cache._users.items() if n} == used
+        assert set(cache._idle) == {unit for unit, n in cache._users.items() if n == 0}
         assert not plan.failed
         scheduler.complete(plan, [i % 2 for i in range(len(plan.sampled))])
     assert scheduler.stats.finished == len(shapes)

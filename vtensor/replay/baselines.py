@@ -41,6 +41,7 @@ class OneSample:
         self.max_batch, self.max_len = max_batch, max_len
         self._lengths = [0] * max_batch
         self._free_slots = list(reversed(range(max_batch)))
+        self._hashes: list[list[int]] = [[] for _ in range(max_batch)]  # of each slot, by _hashed
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
@@ -48,8 +49,17 @@ class OneSample:
     def free(self, slot: int) -> None:
         if slot in self._free_slots:
             raise InvalidArgument(f"[{type(self).__name__}.free] slot {slot} is free")
-        self._lengths[slot] = 0
+        self._lengths[slot], self._hashes[slot] = 0, []
         self._free_slots.append(slot)
+
+    def _hashed(self, slot: int, tokens: Sequence[int], salt: str, unit: int) -> list[int]:
+        """A hash of each full unit of a slot's tokens and all tokens before it."""
+        hashes = self._hashes[slot]
+        last = hashes[-1] if hashes else hash(salt)
+        for start in range(len(hashes) * unit, len(tokens) - unit + 1, unit):
+            last = hash((last, *tokens[start : start + unit]))
+            hashes.append(last)
+        return hashes
 
     def swap_out(self, slot: int | Sequence[int]) -> None:
         raise OutOfPages(f"[{type(self).__name__}.swap_out] there is no host memory: compute it again")

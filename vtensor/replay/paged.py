@@ -47,7 +47,6 @@ class PagedCache(OneSample):
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(frames))  # next to use first
         self._frame_of: dict[int, int] = {}  # by the hash of a full frame and all before it
         self._hash_of: list[int | None] = [None] * frames
-        self._hashes: list[list[int]] = [[] for _ in range(max_batch)]  # of each slot's prompt
 
     # ------------------------------------------------------------------ the four calls
 
@@ -55,9 +54,7 @@ class PagedCache(OneSample):
         slot = self._free_slots.pop()
         if tokens is None:
             return slot
-        hashes = self._hashes[slot]
-        self._extend_hashes(hashes, tokens, salt)
-        table = self.tables[slot]
+        table, hashes = self.tables[slot], self._hashed(slot, tokens, salt, self.frame_tokens)
         for known in hashes[: (len(tokens) - 1) // self.frame_tokens]:
             frame = self._frame_of.get(known)
             if frame is None:
@@ -93,7 +90,7 @@ class PagedCache(OneSample):
                 self._free[frame] = None
                 if self._hash_of[frame] is None:
                     self._free.move_to_end(frame, last=False)
-        self.tables[slot], self._hashes[slot], self._room[slot] = [], [], 0
+        self.tables[slot], self._room[slot] = [], 0
 
     def _grown(self, lengths: Sequence[int]) -> list[int]:
         """The slots whose new lengths are above their room."""
@@ -115,21 +112,13 @@ class PagedCache(OneSample):
     # ------------------------------------------------------------------ sharing
 
     def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int:
-        hashes, table = self._hashes[slot], self.tables[slot]
-        self._extend_hashes(hashes, tokens, salt)
+        table, hashes = self.tables[slot], self._hashed(slot, tokens, salt, self.frame_tokens)
         full = len(tokens) // self.frame_tokens
         for known, frame in zip(hashes[:full], table, strict=False):
             if known not in self._frame_of and self._hash_of[frame] is None:
                 self._frame_of[known] = frame
                 self._hash_of[frame] = known
         return full * self.frame_tokens
-
-    def _extend_hashes(self, hashes: list[int], tokens: Sequence[int], salt: str) -> None:
-        size = self.frame_tokens
-        last = hashes[-1] if hashes else hash(salt)
-        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            last = hash((last, *tokens[start : start + size]))
-            hashes.append(last)
 
     # ------------------------------------------------------------------ counting
 
