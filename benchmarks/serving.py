@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 import vtensor
-from vtensor.replay.paged import PagedCache
+from vtensor.replay.managers import PagedCache
 from vtensor.serving import Plan, Promises, Request, Scheduler
 
 from .harness import (

@@ -20,8 +20,7 @@ from kv_support import UNIT, make_cache
 from operations import NAMES, OPERATIONS, TORCH_OPERATIONS
 from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet, simcuda_library
 from vtensor import plot, replay, testing, trace
-from vtensor.replay.baselines import StaticCache
-from vtensor.replay.paged import PagedCache
+from vtensor.replay.managers import PagedCache, StaticCache
 from vtensor.serving import Engine, LengthHistogram, Promises, Request, Scheduler
 from vtensor.testing.kv_model import check_contents, write
 

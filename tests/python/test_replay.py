@@ -24,8 +24,7 @@ from vtensor.replay import (
     replay,
     simulate,
 )
-from vtensor.replay.baselines import StaticCache
-from vtensor.replay.paged import PagedCache
+from vtensor.replay.managers import PagedCache, StaticCache
 from vtensor.replay.policies import POLICIES, scale
 from vtensor.replay.shapes import MODELS, ModelShape
 from vtensor.serving import Plan, Request, SampleGroup, Scheduler, Status

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving_support import FakeModel, alone, choose
-from vtensor.replay.baselines import StaticCache
-from vtensor.replay.paged import PagedCache
-from vtensor.replay.radix import RadixCache
+from vtensor.replay.managers import PagedCache, RadixCache, StaticCache
 from vtensor.serving import Engine, Request, Scheduler
 
 FRAME = 4

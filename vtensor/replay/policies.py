@@ -13,9 +13,7 @@ from vtensor._test_pools import simulated_cuda_pool
 from vtensor.errors import InvalidArgument
 from vtensor.kv import KVCache
 from vtensor.pool import Pool
-from vtensor.replay.baselines import ReplayCache, StaticCache
-from vtensor.replay.paged import PagedCache
-from vtensor.replay.radix import RadixCache
+from vtensor.replay.managers import PagedCache, RadixCache, ReplayCache, StaticCache
 from vtensor.replay.shapes import ModelShape
 
 Driver = Literal["host", "simulated"]

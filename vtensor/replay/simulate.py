@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from vtensor._base.quantile import quantile
 from vtensor.errors import InvalidArgument, TimedOut
 from vtensor.kv import KVCache
-from vtensor.replay.baselines import ReplayCache
+from vtensor.replay.managers import ReplayCache
 from vtensor.replay.policies import POLICIES
 from vtensor.replay.traces import Row
 from vtensor.serving import Plan, Promises, Request, SampleGroup, Scheduler
