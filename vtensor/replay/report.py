@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from vtensor._base.terminal import aligned
@@ -53,11 +52,10 @@ def table(results: Sequence[Result]) -> str:
 def to_json(settings: dict[str, object], results: Sequence[Result]) -> str:
     """A JSON object of ``settings`` and of each policy's result, without its lists."""
     rows = []
+    derived = [name for name, kind in vars(Result).items() if isinstance(kind, property)]
     for result in results:
-        row = asdict(result)
-        for name in ("samples", "delays", "ttfts", "tpots"):
-            del row[name]
-        rows.append(row | {"hit_rate": result.hit_rate, "throughput": result.throughput})
+        row = {name: value for name, value in vars(result).items() if not isinstance(value, list)}
+        rows.append({"policy": result.policy} | row | {name: getattr(result, name) for name in derived})
     return json.dumps({"settings": settings, "results": rows}, indent=2)
 
 

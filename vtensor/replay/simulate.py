@@ -16,7 +16,7 @@ from vtensor.kv import KVCache
 from vtensor.replay.managers import ReplayCache
 from vtensor.replay.policies import POLICIES
 from vtensor.replay.traces import Row
-from vtensor.serving import Plan, Promises, Request, SampleGroup, Scheduler
+from vtensor.serving import Plan, Promises, Request, SampleGroup, Scheduler, SchedulerStats
 
 SLO_TTFT = 3.0
 """The default promise: seconds to the first token."""
@@ -74,60 +74,54 @@ class Sample:
     """Tokens of the requests whose K and V are in memory."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of a replay with one manager."""
+def _quantile(times: str, q: float) -> property:
+    return property(lambda result: quantile(getattr(result, times), q))
+
+
+@dataclass(kw_only=True)
+class Result(SchedulerStats):
+    """The result of a replay with one manager. Requests fail that are too large for the manager's memory, or
+    for its slots."""
 
     policy: str
     requests: int
-    admitted: int
-    finished: int
-    failed: int
-    """Requests too large for the manager's memory, or for its slots."""
-    batch_mean: float
+    batch_mean: float = 0.0
     """Mean number of running requests, over the time with at least one."""
-    batch_peak: int
-    waste: float
+    batch_peak: int = 0
+    waste: float = 0.0
     """Memory that the running requests hold beyond what their tokens need, as a share of that need. The mean
     over time."""
-    prompt_tokens: int
-    """Prompt tokens of admitted requests."""
-    reused_tokens: int
-    """The prompt tokens that published prefixes covered."""
-    computed_tokens: int
-    recomputed: int
-    """Preemptions that dropped computed tokens."""
-    swapped: int
-    copied_bytes: int
+    copied_bytes: int = 0
     """K and V that moved to host memory, and back."""
-    calls_caller: int
+    calls_caller: int = 0
     """Driver calls on the critical path: on the thread that plans iterations."""
-    calls_mapper: int
+    calls_mapper: int = 0
     """Driver calls on the mapper's thread."""
-    delay_p50: float
-    """Seconds from a request's arrival to its first iteration."""
-    delay_p99: float
-    ttft_p50: float
-    """Time to first token: seconds from a request's arrival to the end of the iteration that gave its first
-    token. This and the other times are those of finished requests."""
-    ttft_p99: float
-    tpot_mean: float
-    """Time per output token: seconds from a request's first token to its last, divided by the tokens after
-    the first, waits included. The mean over requests of two tokens and more."""
-    tpot_p50: float
-    tpot_p99: float
     slo_ttft: float
     slo_tpot: float
-    broken: int
+    broken: int = 0
     """Requests whose time to first token was over ``slo_ttft``, whose time per token was over ``slo_tpot``,
     or that failed."""
-    seconds: float
+    seconds: float = 0.0
     """Simulated seconds from the first arrival to the end of the last request."""
-    output_tokens: int
-    samples: list[Sample]
-    delays: list[float]
-    ttfts: list[float]
-    tpots: list[float]
+    output_tokens: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
+    """Seconds from a request's arrival to its first iteration. All times are in order of size."""
+    ttfts: list[float] = field(default_factory=list)
+    """Time to first token: seconds from a request's arrival to the end of the iteration that gave its first
+    token. This and the time per token are those of finished requests."""
+    tpots: list[float] = field(default_factory=list)
+    """Time per output token: seconds from a request's first token to its last, divided by the tokens after
+    the first, waits included. Of requests of two tokens and more."""
+
+    delay_p50, delay_p99 = _quantile("delays", 0.50), _quantile("delays", 0.99)
+    ttft_p50, ttft_p99 = _quantile("ttfts", 0.50), _quantile("ttfts", 0.99)
+    tpot_p50, tpot_p99 = _quantile("tpots", 0.50), _quantile("tpots", 0.99)
+
+    @property
+    def tpot_mean(self) -> float:
+        return sum(self.tpots) / len(self.tpots) if self.tpots else 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -183,39 +177,34 @@ def replay(
     return _Replay(policy, cache, rows, token_bytes, service, speed, token_budget, promises).run(progress)
 
 
+@dataclass
 class _Replay:
-    def __init__(
-        self,
-        policy: str,
-        cache: ReplayCache,
-        rows: Sequence[Row],
-        token_bytes: int,
-        service: ServiceModel,
-        speed: float,
-        token_budget: int,
-        promises: Promises,
-    ) -> None:
-        self.policy, self.cache, self.rows, self.token_bytes = policy, cache, rows, token_bytes
-        self.service, self.speed, self.promises = service, speed, promises
+    policy: str
+    cache: ReplayCache
+    rows: Sequence[Row]
+    token_bytes: int
+    service: ServiceModel
+    speed: float
+    token_budget: int
+    promises: Promises
+
+    def __post_init__(self) -> None:
+        cache, promises, budget = self.cache, self.promises, self.token_budget
         self.pool = cache.pool if isinstance(cache, KVCache) else None
         self.now = 0.0
-        way = POLICIES.get(policy)
+        way = POLICIES.get(self.policy)
         if way is not None and way.whole_prompts:
-            token_budget = max(token_budget, cache.max_len + cache.max_batch)
+            budget = max(budget, cache.max_len + cache.max_batch)
         kept = promises if way is not None and way.keeps_promises else None
-        self.scheduler = Scheduler(cache, token_budget=token_budget, clock=lambda: self.now, promises=kept)
+        self.scheduler = Scheduler(cache, token_budget=budget, clock=lambda: self.now, promises=kept)
+        self.result = Result(
+            policy=self.policy, requests=len(self.rows), slo_ttft=promises.ttft, slo_tpot=promises.tpot
+        )
         self.next_row = 0
-        self.rejected = 0
-        self.delays: list[float] = []
         self.first_tokens: dict[int, float] = {}  # their times, of requests that have not ended
-        self.ttfts: list[float] = []
-        self.tpots: list[float] = []
-        self.broken = 0
-        self.samples: list[Sample] = []
         self.stride, self.iterations = 1, 0
         self.busy = self.batch_seconds = 0.0
         self.waste_seconds = self.waste_busy = self.unsampled = 0.0
-        self.batch_peak = self.output_tokens = self.copied_bytes = 0
         self.calls_before = self._calls()
         self.calls_seen = self.calls_before["caller"]
 
@@ -230,7 +219,7 @@ class _Replay:
             else:
                 return self._result()
             stats = scheduler.stats
-            done = stats.finished + stats.failed + self.rejected
+            done = stats.finished + stats.failed + self.result.failed
             progress(f"{self.policy}: {done:,} of {len(rows):,} requests")
 
     def _arrivals(self) -> None:
@@ -239,17 +228,17 @@ class _Replay:
             if row.arrival / self.speed > self.now:
                 return
             if row.prompt_tokens + row.output_tokens > self.cache.max_len:
-                self.rejected += 1
+                self.result.failed += 1
             else:
                 self.scheduler.add(Request(self.next_row, row.prompt, row.output_tokens))
             self.next_row += 1
 
     def _iterate(self) -> None:
-        scheduler = self.scheduler
+        scheduler, result = self.scheduler, self.result
         began = self.now
         plan = scheduler.plan()
         for group in plan.admitted:
-            self.delays.append(began - self._arrival(group))
+            result.delays.append(began - self._arrival(group))
         running = len(scheduler.running)
         took = 0.0
         if plan:
@@ -257,8 +246,8 @@ class _Replay:
         self.now += took
         self.busy += took
         self.batch_seconds += took * running
-        self.batch_peak = max(self.batch_peak, running)
-        self.output_tokens += len(plan.sampled)
+        result.batch_peak = max(result.batch_peak, running)
+        result.output_tokens += len(plan.sampled)
         self.unsampled += took
         self._sample(began, running)
         self._arrivals()
@@ -274,7 +263,7 @@ class _Replay:
         slots = [sequence.slot for group in plan.preempted for sequence in group.holders]
         out = sum(self.cache.length(slot) for slot in slots if slot is not None)  # None: computed again
         back = sum(self.cache.length(slot) for slot in plan.swapped_in)
-        self.copied_bytes += (out + back) * self.token_bytes
+        self.result.copied_bytes += (out + back) * self.token_bytes
         return out * self.token_bytes, back * self.token_bytes
 
     def _let_the_mapper_work(self, seconds: float) -> None:
@@ -287,15 +276,15 @@ class _Replay:
         return self.rows[_row_of(group)].arrival / self.speed
 
     def _finished(self, group: SampleGroup) -> None:
-        first = self.first_tokens.pop(_row_of(group))
+        result, first = self.result, self.first_tokens.pop(_row_of(group))
         ttft = first - self._arrival(group)
-        self.ttfts.append(ttft)
+        result.ttfts.append(ttft)
         tokens = group.request.max_new_tokens
         tpot = (self.now - first) / (tokens - 1) if tokens > 1 else 0.0
         if tokens > 1:
-            self.tpots.append(tpot)
+            result.tpots.append(tpot)
         if ttft > self.promises.ttft or tpot > self.promises.tpot:
-            self.broken += 1
+            result.broken += 1
 
     def _sample(self, began: float, running: int) -> None:
         """Samples the memory every few iterations, with a stride that bounds the number of samples."""
@@ -307,9 +296,10 @@ class _Replay:
         self.waste_busy += self.unsampled
         self.unsampled = 0.0
         queued = len(self.scheduler.waiting) + len(self.scheduler.swapped)
-        self.samples.append(Sample(began, running, queued, stats.tokens))
-        if len(self.samples) == _SAMPLES:
-            del self.samples[::2]
+        samples = self.result.samples
+        samples.append(Sample(began, running, queued, stats.tokens))
+        if len(samples) == _SAMPLES:
+            del samples[::2]
             self.stride *= 2
 
     def _calls(self) -> dict[str, dict[str, int]]:
@@ -326,47 +316,22 @@ class _Replay:
         return {name: n - before.get(name, 0) for name, n in self.calls_seen.items()}
 
     def _result(self) -> Result:
-        stats, calls = self.scheduler.stats, self._calls()
-        made = {
-            thread: sum(calls[thread].values()) - sum(self.calls_before[thread].values())
+        result, calls = self.result, self._calls()
+        for name, counted in vars(self.scheduler.stats).items():
+            setattr(result, name, getattr(result, name) + counted)
+        result.broken += result.failed
+        result.calls_caller, result.calls_mapper = (
+            sum(calls[thread].values()) - sum(self.calls_before[thread].values())
             for thread in ("caller", "mapper")
-        }
-        delays, ttfts, tpots = sorted(self.delays), sorted(self.ttfts), sorted(self.tpots)
-        failed = stats.failed + self.rejected
-        return Result(
-            policy=self.policy,
-            requests=len(self.rows),
-            admitted=stats.admitted,
-            finished=stats.finished,
-            failed=failed,
-            batch_mean=self.batch_seconds / self.busy if self.busy else 0.0,
-            batch_peak=self.batch_peak,
-            waste=self.waste_seconds / self.waste_busy if self.waste_busy else 0.0,
-            prompt_tokens=stats.prompt_tokens,
-            reused_tokens=stats.reused_tokens,
-            computed_tokens=stats.computed_tokens,
-            recomputed=stats.recomputed,
-            swapped=stats.swapped,
-            copied_bytes=self.copied_bytes,
-            calls_caller=made["caller"],
-            calls_mapper=made["mapper"],
-            delay_p50=quantile(delays, 0.50),
-            delay_p99=quantile(delays, 0.99),
-            ttft_p50=quantile(ttfts, 0.50),
-            ttft_p99=quantile(ttfts, 0.99),
-            tpot_mean=sum(tpots) / len(tpots) if tpots else 0.0,
-            tpot_p50=quantile(tpots, 0.50),
-            tpot_p99=quantile(tpots, 0.99),
-            slo_ttft=self.promises.ttft,
-            slo_tpot=self.promises.tpot,
-            broken=self.broken + failed,
-            seconds=self.now,
-            output_tokens=self.output_tokens,
-            samples=self.samples,
-            delays=delays,
-            ttfts=ttfts,
-            tpots=tpots,
         )
+        if self.busy:
+            result.batch_mean = self.batch_seconds / self.busy
+        if self.waste_busy:
+            result.waste = self.waste_seconds / self.waste_busy
+        result.seconds = self.now
+        for times in (result.delays, result.ttfts, result.tpots):
+            times.sort()
+        return result
 
 
 def _row_of(group: SampleGroup) -> int:
