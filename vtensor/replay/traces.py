@@ -178,14 +178,11 @@ def _count(path: Path, line: int, name: str, value: Any) -> int:
 
 
 def _seconds(path: Path, line: int, text: str) -> float:
-    whole, _, fraction = text.partition(".")  # a fraction of seconds has more digits than datetime reads
     try:
-        if fraction and not (fraction.isascii() and fraction.isdigit()):
-            raise ValueError(fraction)
-        when = datetime.fromisoformat(whole)
+        when = datetime.fromisoformat(text)
         if when.tzinfo is None:  # not in this machine's zone, whose clocks may be put back in the trace
             when = when.replace(tzinfo=UTC)
-        return when.timestamp() + float(f"0.{fraction or 0}")
+        return when.timestamp()
     except (ValueError, OverflowError) as error:
         raise _malformed(path, line, f"TIMESTAMP is {brief(text)}, not a date and time") from error
 
