@@ -15,11 +15,9 @@ from support import ROOT
 from vtensor import InvalidArgument, OutOfPages
 from vtensor.allocations import MODELS, device_needed, read_allocations
 from vtensor.allocations.events import AllocationTrace, Event
-from vtensor.allocations.expandable import ExpandableAllocator
-from vtensor.allocations.native import NativeAllocator
+from vtensor.allocations.models import ExpandableAllocator, NativeAllocator, StitchedAllocator
 from vtensor.allocations.plain import write_plain
 from vtensor.allocations.replay import replay_allocations
-from vtensor.allocations.stitched import StitchedAllocator
 from vtensor.cli import main
 
 MIB = 1 << 20

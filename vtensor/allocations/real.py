@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from vtensor import _core
-from vtensor.allocations.device import PAGE
+from vtensor.allocations.models import PAGE
 from vtensor.pool import Pool
 
 

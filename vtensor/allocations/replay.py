@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from vtensor.allocations.device import PAGE, Allocator
 from vtensor.allocations.events import AllocationTrace
+from vtensor.allocations.models import PAGE, Allocator, Opened
 from vtensor.errors import OutOfPages
 
 ROOM = 1.25
 """The size of a device with some room, as a multiple of the peak of live bytes."""
-
-Opened: TypeAlias = "Callable[[int], AbstractContextManager[Allocator]]"
-"""Opens an allocator for a device of a number of bytes."""
 
 Progress: TypeAlias = Callable[[str], None]
 
