@@ -6,20 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from vtensor.errors import InvalidArgument
 
 MOST_BYTES = 2**50
 """The largest allocation in a trace."""
 
-Kind: TypeAlias = Literal["alloc", "free"]
-
 
 class Event(NamedTuple):
     """One allocation, or the end of one."""
 
-    kind: Kind
+    kind: Literal["alloc", "free"]
     id: int
     """Names the allocation from its ``alloc`` to its ``free``. Later allocations may reuse the name."""
     bytes: int

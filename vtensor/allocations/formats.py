@@ -42,13 +42,7 @@ def read_allocations(path: str | os.PathLike[str], device: str | None = None) ->
                 f"{file}: pass a snapshot (.pickle), a torch.profiler trace (.json, "
                 ".json.gz) or the plain format (.csv, .csv.gz, .csv.xz)"
             )
-    except (
-        OSError,
-        EOFError,
-        UnicodeDecodeError,
-        zlib.error,
-        lzma.LZMAError,
-    ) as error:  # damaged archives too
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError) as error:  # damaged archives
         raise malformed(f"{file} cannot be read: {error}") from error
     if not trace.events:
         raise malformed(f"{file} has no allocation: nothing to replay")

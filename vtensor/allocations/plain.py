@@ -19,7 +19,7 @@ import lzma
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from reprlib import repr as brief
-from typing import IO
+from typing import Any
 
 from vtensor.allocations.events import AllocationTrace, Event, checked, malformed
 
@@ -30,7 +30,8 @@ _MOST_DIGITS = 19
 def read_plain(path: Path) -> AllocationTrace:
     """Reads the plain format. A malformed line is refused by its number."""
     notes: list[str] = []
-    with _opened(path) as file:
+    opened: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    with opened.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8") as file:
         events = list(checked(_events(path, file, notes)))
     return AllocationTrace(events, notes)
 
@@ -44,14 +45,6 @@ def write_plain(trace: AllocationTrace, path: Path) -> None:
     elif path.suffix.lower() == ".xz":
         data = lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)
     path.write_bytes(data)
-
-
-def _opened(path: Path) -> IO[str]:
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    if path.suffix.lower() == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
 
 
 def _line(event: Event) -> str:

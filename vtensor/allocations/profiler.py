@@ -6,11 +6,12 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
 
-from vtensor.allocations.events import AllocationTrace, Event, Kind, checked, malformed, named, selected
+from vtensor.allocations.events import AllocationTrace, Event, checked, malformed, named, selected
 
 _KINDS = {0: "cpu", 1: "cuda"}  # of c10::DeviceType
 
@@ -27,44 +28,35 @@ def read_profile(path: Path, device: str | None) -> AllocationTrace:
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         raise malformed(f"{path} has no traceEvents: write it with torch.profiler's export_chrome_trace")
-    memory = [_Memory(path, i, event) for i, event in enumerate(events) if _is_memory(event)]
+    memory = list(_memory(path, events))
     if not memory:
         raise malformed(f"{path} has no [memory] events: record with profile(profile_memory=True)")
-    found = dict(sorted(Counter(event.device for event in memory).items()))
+    found = dict(sorted(Counter(device for device, *_ in memory).items()))
     chosen = selected(path, found, device)
-    ordered = sorted((event for event in memory if event.device == chosen), key=lambda event: event.time)
-    return AllocationTrace(list(checked(named(_raw(ordered)))), [f"torch.profiler, {chosen}"])
+    ordered = sorted((each for each in memory if each[0] == chosen), key=itemgetter(1))
+    recorded = [(place, event) for _, _, place, event in ordered if event.bytes]
+    return AllocationTrace(list(checked(named(recorded))), [f"torch.profiler, {chosen}"])
 
 
-def _is_memory(event: Any) -> bool:
-    return isinstance(event, dict) and event.get("name") == "[memory]"
-
-
-class _Memory:
-    """One checked event."""
-
-    def __init__(self, path: Path, index: int, event: dict[str, Any]) -> None:
-        self.place = f"{path} traceEvents[{index}]"
+def _memory(path: Path, events: list[Any]) -> Iterator[tuple[str, float, str, Event]]:
+    """The device, the time, the place in the file and the event of each change of memory."""
+    for i, event in enumerate(events):
+        if not isinstance(event, dict) or event.get("name") != "[memory]":
+            continue
+        place = f"{path} traceEvents[{i}]"
         given = event.get("args")
         values: dict[str, Any] = given if isinstance(given, dict) else {}
-        self.time: float = self._number("ts", event.get("ts"), (int, float))
-        self.bytes: int = self._number("args.Bytes", values.get("Bytes"), (int,))
-        self.address: int = self._number("args.Addr", values.get("Addr"), (int,))
-        kind: int = self._number("args['Device Type']", values.get("Device Type"), (int,))
-        number: int = self._number("args['Device Id']", values.get("Device Id"), (int,))
+        time = _number(place, "ts", event.get("ts"), (int, float))
+        nbytes = _number(place, "args.Bytes", values.get("Bytes"))
+        address = _number(place, "args.Addr", values.get("Addr"))
+        kind = _number(place, "args['Device Type']", values.get("Device Type"))
+        number = _number(place, "args['Device Id']", values.get("Device Id"))
         name = _KINDS.get(kind, f"device type {kind}")
-        self.device = name if number < 0 else f"{name}:{number}"
-
-    def _number(self, name: str, value: Any, kinds: tuple[type, ...]) -> Any:
-        if type(value) not in kinds or value != value:
-            raise malformed(
-                f"{self.place}: {name} is {brief(value)}, not a number; torch.profiler writes one"
-            )
-        return value
+        device = name if number < 0 else f"{name}:{number}"
+        yield device, time, place, Event("alloc" if nbytes > 0 else "free", address, abs(nbytes), 0)
 
 
-def _raw(events: list[_Memory]) -> Iterator[tuple[str, Event]]:
-    for event in events:
-        if event.bytes:
-            kind: Kind = "alloc" if event.bytes > 0 else "free"
-            yield event.place, Event(kind, event.address, abs(event.bytes), 0)
+def _number(place: str, name: str, value: Any, kinds: tuple[type, ...] = (int,)) -> Any:
+    if type(value) not in kinds or value != value:
+        raise malformed(f"{place}: {name} is {brief(value)}, not a number; torch.profiler writes one")
+    return value
