@@ -58,6 +58,7 @@ _MOST_BANDS = 256  # of rows
 _MOST_LANES = 64  # of named owners
 _MOST_LINES = 100  # between pages and between rows; more look like one
 _MOST_POINTS = 3000  # on a curve
+_ROOM = 1.15  # the height of curves over time, over the most bytes
 _SAMPLED_EVERY = 0.02  # seconds
 _LINES_OF_ARENA = 16
 _MOST_SPANS = 20_000  # of each kind in a lane
@@ -79,6 +80,7 @@ _KIND_OF = {
 _MARKS = {"lease": ("v", "#263238"), "out_of_memory": ("x", "#9c2c2c"), "error": ("X", "#9c2c2c")}
 
 
+_Curve: TypeAlias = tuple[str, list[int], dict[str, Any]]  # its name, its bytes and its look
 Owners: TypeAlias = "VTensor | KVCache | Sequence[VTensor | KVCache] | Mapping[str, VTensor | KVCache]"
 
 
@@ -101,12 +103,16 @@ def page_map(tensor: VTensor | KVCache | Arena, *, ax: Axes | None = None) -> Ax
             f"[plot.page_map] got a {type(tensor).__name__}: give one VTensor, a KVCache or an Arena"
         )
     _refuse_closed("page_map", tensor)
+    row = "row"
     if isinstance(tensor, KVCache):
         pages = pages_of_cache(tensor)
+        what = f"{tensor.stats().slots_used:,} of {tensor.max_batch:,} slots in use"
     elif isinstance(tensor, Arena):
-        pages = pages_of_arena(tensor, _LINES_OF_ARENA)
+        pages, stats, row = pages_of_arena(tensor, _LINES_OF_ARENA), tensor.stats(), "line"
+        what = f"{byte_text(stats.nbytes_mapped)} mapped of {byte_text(stats.nbytes_reserved)}"
     else:
         pages = pages_of(tensor)
+        what = f"{list(tensor.shape)}, {tensor.length:,} of {tensor.capacity:,} positions"
     axes = _axes("page_map", ax, (8, 1.2 + 0.2 * min(len(pages.rows), 16)))
     shown = pages.shown()
     top = 0
@@ -125,17 +131,10 @@ def page_map(tensor: VTensor | KVCache | Arena, *, ax: Axes | None = None) -> Ax
     counts = pages.counts() if pages.exact else {}
     for state, number in counts.items():
         _label(axes, f"{state} {number:,}", COLOURS[state])
-    name = "lines" if isinstance(tensor, Arena) else "rows" if pages.exact else "each row"
-    axes.set(xlim=(0, max(1, shown)), ylim=(max(1, top), 0), ylabel=name)
-    axes.set_xlabel(f"page of the {name[:-1] if name != 'each row' else 'row'}, of {pages.slots:,} reserved")
+    rows = f"{row}s" if pages.exact else "each row"
+    axes.set(xlim=(0, max(1, shown)), ylim=(max(1, top), 0), ylabel=rows)
+    axes.set_xlabel(f"page of the {row}, of {pages.slots:,} reserved")
     axes.locator_params(axis="both", integer=True)
-    if isinstance(tensor, KVCache):
-        what = f"{tensor.stats().slots_used:,} of {tensor.max_batch:,} slots in use"
-    elif isinstance(tensor, Arena):
-        stats = tensor.stats()
-        what = f"{byte_text(stats.nbytes_mapped)} mapped of {byte_text(stats.nbytes_reserved)}"
-    else:
-        what = f"{list(tensor.shape)}, {tensor.length:,} of {tensor.capacity:,} positions"
     return _finish(axes, f"{what}, pages of {byte_text(pages.page_size)}")
 
 
@@ -184,24 +183,16 @@ def memory(what: Trace | Pool, *, ax: Axes | None = None) -> Axes | Sampling:
     axes = _axes("memory", ax, (8, 3.6))
     moments, reserved, mapped, needed, copied = (list(column) for column in zip(*points, strict=True))
     times = [(moment - moments[0]) / 1e9 for moment in moments]
-    highest = 1.15 * max(*mapped, *copied) or 1.0
-    scale, unit = _unit(highest)
-    off = f"\n({byte_text(max(reserved))}: off the scale)" if max(reserved) > highest else ""
-    preallocated = f"reserved: what preallocating\nwould hold{off}"
-    curves: list[tuple[str, list[int], dict[str, Any]]] = [
+    preallocated = "reserved: what preallocating\nwould hold"
+    curves: list[_Curve] = [
         (preallocated, reserved, {"color": _RESERVED, "linestyle": "--", "linewidth": 1.2}),
         ("torch.cat, with its copy", copied, {"color": _COPIED, "linewidth": 1.2}),
         ("mapped", mapped, {"color": COLOURS["mapped"], "linewidth": 2}),
         ("needed", needed, {"color": _NEEDED, "linestyle": ":", "linewidth": 1.5}),
     ]
-    for name, values, look in curves:
-        x, y = thinned(times, values, _MOST_POINTS)
-        axes.plot(x, [value / scale for value in y], drawstyle="steps-post", label=name, **look)
-    axes.set(xlabel="seconds", ylabel=unit, ylim=(0, highest / scale))
-    axes.margins(x=0)
     axes.grid(axis="y", color="#eceff1")
     axes.set_axisbelow(True)
-    return _finish(axes, "Memory over time")
+    return _over_time(axes, times, curves, max(*mapped, *copied), "Memory over time")
 
 
 class Sampling:
@@ -251,7 +242,7 @@ class Sampling:
             **{kind: (COLOURS[kind], []) for kind in ("prefetched", "cached", "pinned")},
             "spare: free, with memory": (_KINDS["operation"], []),
         }
-        asleep, budgets, highest = [], [], 1
+        asleep, budgets, most = [], [], 0
         for _, stats in self._samples:
             idle = (stats.pages_prefetched, stats.pages_cached, stats.pages_pinned)
             pages = (max(0, stats.pages_used - sum(idle)), *idle, stats.pages_spare)
@@ -259,10 +250,10 @@ class Sampling:
                 values.append(count * stats.page_size)
             asleep.append(stats.nbytes_asleep)
             budgets.append(stats.budget)
-            highest = max(highest, sum(pages) * stats.page_size, stats.nbytes_asleep)
-        scale, unit = _unit(1.15 * highest)
+            most = max(most, sum(pages) * stats.page_size, stats.nbytes_asleep)
         shown = {name: part for name, part in parts.items() if any(part[1])}
         if shown:
+            scale, _ = _unit(_ROOM * most)
             axes.stackplot(
                 times,
                 *([value / scale for value in values] for _, values in shown.values()),
@@ -270,19 +261,25 @@ class Sampling:
                 colors=[colour for colour, _ in shown.values()],
                 step="post",
             )
-        off = f"\n({byte_text(max(budgets))}: off the scale)" if max(budgets) > 1.15 * highest else ""
-        for name, line, colour, style in (
-            (f"budget{off}", budgets, _RESERVED, "--"),
-            ("asleep", asleep, _NEEDED, ":"),
-        ):
-            if any(line):
-                sizes = [value / scale for value in line]
-                axes.step(
-                    times, sizes, color=colour, where="post", label=name, linestyle=style, linewidth=1.5
-                )
-        axes.set(xlabel="seconds", ylabel=unit, ylim=(0, 1.15 * highest / scale))
-        axes.margins(x=0)
-        _finish(axes, f"Memory of a pool on {self._pool.device}")
+        curves: list[_Curve] = [
+            ("budget", budgets, {"color": _RESERVED, "linestyle": "--", "linewidth": 1.5}),
+            ("asleep", asleep, {"color": _NEEDED, "linestyle": ":", "linewidth": 1.5}),
+        ]
+        drawn = [curve for curve in curves if any(curve[1])]
+        _over_time(axes, times, drawn, most, f"Memory of a pool on {self._pool.device}")
+
+
+def _over_time(axes: Axes, times: list[float], curves: list[_Curve], most: int, title: str) -> Axes:
+    """Draws curves of bytes, with room for `most`. If one is off this scale, the legend gives the figure."""
+    highest = _ROOM * most or 1.0
+    scale, unit = _unit(highest)
+    for name, values, look in curves:
+        off = f"\n({byte_text(max(values))}: off the scale)" if max(values) > highest else ""
+        x, y = thinned(times, values, _MOST_POINTS)
+        axes.plot(x, [value / scale for value in y], drawstyle="steps-post", label=name + off, **look)
+    axes.set(xlabel="seconds", ylabel=unit, ylim=(0, highest / scale))
+    axes.margins(x=0)
+    return _finish(axes, title)
 
 
 def _reserved_now(events: Sequence[trace.Event]) -> int:
