@@ -5,10 +5,10 @@ They are drawn from page tables and counts. Drawing reads no byte of a tensor an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import singledispatch
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import groupby
+from typing import Any
 
 from vtensor._base.units import byte_text
 from vtensor._pictures.pages import COLOURS, MEANINGS, PageRun, TensorPages, cells, pages_of, pages_of_arena
@@ -39,24 +39,18 @@ _EMPTY = f'fill="currentColor" fill-opacity="0.08" {_LINE}'
 
 def bundle(shown: VTensor | Pool | Arena | KVCache) -> dict[str, str]:
     """The ``text/plain`` and ``text/html`` of an object."""
-    kind = next(kind for kind in (VTensor, Pool, Arena, KVCache) if isinstance(shown, kind))
+    kind, picture = next((kind, draw) for kind, draw in _PICTURES.items() if isinstance(shown, kind))
     name = kind.__name__ if kind is VTensor else f"vtensor.{kind.__name__}"
     try:
         if shown.closed and not isinstance(shown, Pool):
             raise Closed
-        return _picture(shown)
+        return picture(shown)
     except Closed:  # another thread may have closed it
         return _bundle(f"{name}, closed", "its pages and addresses were given back")
     except VTensorError as error:
         return _bundle(name, str(error))
 
 
-@singledispatch
-def _picture(shown: object) -> dict[str, str]:
-    raise NotImplementedError(f"nothing draws a {type(shown).__name__}")
-
-
-@_picture.register(VTensor)
 def _tensor(tensor: VTensor) -> dict[str, str]:
     """A VTensor: each row's pages by state."""
     pages = pages_of(tensor)
@@ -71,7 +65,6 @@ def _tensor(tensor: VTensor) -> dict[str, str]:
     return _bundle(name, facts, _tensor_strips(pages), _tensor_key(pages))
 
 
-@_picture.register(Pool)
 def _pool(pool: Pool) -> dict[str, str]:
     """A Pool: its budget, and what is mapped."""
     stats = pool.stats()
@@ -94,7 +87,6 @@ def _pool(pool: Pool) -> dict[str, str]:
     return _bundle(name, facts, drawn, _key(mapped))
 
 
-@_picture.register(Arena)
 def _arena(arena: Arena) -> dict[str, str]:
     """An Arena: its range in lines, each page by state."""
     stats, pages = arena.stats(), pages_of_arena(arena, _MOST_STRIPS)
@@ -106,7 +98,6 @@ def _arena(arena: Arena) -> dict[str, str]:
     return _bundle("vtensor.Arena", facts, _tensor_strips(pages, "line"), key)
 
 
-@_picture.register(KVCache)
 def _cache(cache: KVCache) -> dict[str, str]:
     """A KVCache: its memory, and each slot's tokens."""
     stats, lengths = cache.stats(), cache.lengths
@@ -124,6 +115,14 @@ def _cache(cache: KVCache) -> dict[str, str]:
     ]
     drawn = _proportions("pages in use", parts) + _key(parts)
     return _bundle("vtensor.KVCache", facts, drawn, _slots(lengths, max(1, stats.page_tokens)))
+
+
+_PICTURES: dict[type, Callable[[Any], dict[str, str]]] = {
+    VTensor: _tensor,
+    Pool: _pool,
+    Arena: _arena,
+    KVCache: _cache,
+}
 
 
 # -- parts of the pictures
@@ -173,9 +172,9 @@ def _strip(name: str, runs: Sequence[PageRun], shown: int, slots: int) -> str:
         what = (
             f"page {run.start:,}" if run.stop == run.start + 1 else f"pages {run.start:,} to {run.stop - 1:,}"
         )
-        hint = f"<title>{what}: {run.state}</title>"
         colour = None if run.state == "reserved" else COLOURS[run.state]
-        shapes.append(_box(run.start * scale, (run.stop - run.start) * scale, colour, hint))
+        width = (run.stop - run.start) * scale
+        shapes.append(_box(run.start * scale, width, colour, f"{what}: {run.state}"))
     if scale >= 5:  # room for lines between pages
         shapes += [
             f'<path {_LINE} stroke-width="0.7" d="M{at * scale:.1f} 1V{_HEIGHT - 1}"/>'
@@ -191,10 +190,8 @@ def _strip(name: str, runs: Sequence[PageRun], shown: int, slots: int) -> str:
         )
     words = ", ".join(f"{run.state} {run.start:,} to {run.stop - 1:,}" for run in runs[:12])
     more = f" and {len(runs) - 12} runs more" if len(runs) > 12 else ""
-    label = f'<div class="vt-faint vt-what">{escape(name)}</div>' if name else ""
-    return label + _svg(
-        f"{name + ': ' if name else ''}pages {words}{more}; {slots:,} reserved in all", shapes
-    )
+    begin = f"{name}: " if name else ""
+    return _svg(name, f"{begin}pages {words}{more}; {slots:,} reserved in all", shapes)
 
 
 def _tensor_key(pages: TensorPages) -> str:
@@ -226,12 +223,10 @@ def _proportions(what: str, parts: Sequence[tuple[str, int, str]], whole: int | 
     for name, pages, colour in parts:
         if pages > 0:
             width = max(2.0, pages / whole * _WIDTH)  # so that a small part stays visible
-            shapes.append(_box(min(at, _WIDTH - width), width, colour, f"<title>{name}: {pages:,}</title>"))
+            shapes.append(_box(min(at, _WIDTH - width), width, colour, f"{name}: {pages:,}"))
             at += width
     words = ", ".join(f"{pages:,} {name}" for name, pages, _ in parts)
-    return f'<div class="vt-faint vt-what">{escape(what)}</div>' + _svg(
-        f"{what}: {words}, of {whole:,} pages", shapes
-    )
+    return _svg(what, f"{what}: {words}, of {whole:,} pages", shapes)
 
 
 def _slots(lengths: Sequence[int], page_tokens: int) -> str:
@@ -243,30 +238,28 @@ def _slots(lengths: Sequence[int], page_tokens: int) -> str:
         pages = -(-length // page_tokens)
         shapes = [
             _box(0, _WIDTH, None),
-            _box(
-                0,
-                pages * page_tokens * scale,
-                COLOURS["prefetched"],
-                "<title>the rest of its last page</title>",
-            ),
-            _box(0, length * scale, COLOURS["mapped"], f"<title>{length:,} tokens</title>"),
+            _box(0, pages * page_tokens * scale, COLOURS["prefetched"], "the rest of its last page"),
+            _box(0, length * scale, COLOURS["mapped"], f"{length:,} tokens"),
         ]
         words = f"slot {slot}: {length:,} tokens, {pages:,} pages deep"
-        drawn.append(f'<div class="vt-faint vt-what">{words}</div>' + _svg(words, shapes))
+        drawn.append(_svg(words, words, shapes))
     if len(used) > _MOST_STRIPS:
         drawn.append(f'<div class="vt-faint">and {len(used) - _MOST_STRIPS:,} slots more</div>')
     return "".join(drawn)
 
 
-def _box(x: float, width: float, colour: str | None, inner: str = "") -> str:
+def _box(x: float, width: float, colour: str | None, hint: str = "") -> str:
     """A rectangle of full height."""
+    inner = f"<title>{hint}</title>" if hint else ""
     look = f'fill="{colour}"' if colour else _EMPTY
     return f'<rect x="{x:.1f}" y="0.5" width="{width:.1f}" height="{_HEIGHT - 1}" {look}>{inner}</rect>'
 
 
-def _svg(words: str, shapes: Iterable[str]) -> str:
+def _svg(label: str, words: str, shapes: Iterable[str]) -> str:
+    """Shapes below their label, and the same in words."""
     words = escape(words)
+    above = f'<div class="vt-faint vt-what">{escape(label)}</div>' if label else ""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'{above}<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{words}"><title>{words}</title>{"".join(shapes)}</svg>'
     )
