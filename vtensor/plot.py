@@ -319,7 +319,6 @@ def timeline(trace: Trace, *, ax: Axes | None = None) -> Axes:
     scale, unit = (1e6, "milliseconds") if lasts < 2e9 else (1e9, "seconds")
     found = lanes(events, lambda event: _KIND_OF.get(event.what, "operation"), _MARKS, lasts / _MOST_SPANS)
     axes = _axes("timeline", ax, (8, 1.2 + 0.9 * min(len(found), 8)))
-    kinds, marks = set(), set()
     for number, lane in enumerate(found):
         height = 0.8 / max(1, lane.depth)
         for (depth, kind), spans in sorted(lane.spans.items()):
@@ -333,17 +332,16 @@ def timeline(trace: Trace, *, ax: Axes | None = None) -> Axes:
                 # The edge keeps spans narrower than a pixel visible. Operations are many, and matter less.
                 linewidth=0.3 if kind == "operation" else 1,
             )
-            kinds.add(kind)
         for what, moments in lane.marks.items():
             marker, colour = _MARKS[what]
             x, _ = thinned([(time - begin) / scale for time in moments], [0.0] * len(moments), _MOST_POINTS)
             axes.scatter(x, [number - 0.08] * len(x), marker=marker, color=colour, s=22, zorder=3)
-            marks.add(what)
+    kinds = {kind for lane in found for _, kind in lane.spans}
     for kind, colour in _KINDS.items():
         if kind in kinds:
             _label(axes, kind, colour)
     for what, (marker, colour) in _MARKS.items():
-        if what in marks:
+        if any(what in lane.marks for lane in found):
             _label(axes, what.replace("_", " "), colour, marker)
     axes.set(xlabel=unit, xlim=(0, lasts / scale), ylim=(len(found), -0.25))
     axes.set_yticks([number + 0.4 for number in range(len(found))], [lane.name for lane in found])
@@ -416,16 +414,11 @@ def fragmentation(owners: Any, *, ax: Axes | None = None) -> Axes:
     axes = _axes("fragmentation", ax, (8, 1.3 + 0.35 * len(measured)))
     scale, unit = _unit(max(sum(parts.values()) for parts in measured.values()))
     left = dict.fromkeys(measured, 0.0)
-    for part, colour in (
-        ("data", COLOURS["mapped"]),
-        ("rest of last pages", COLOURS["private"]),
-        ("prefetched", COLOURS["prefetched"]),
-        ("cached", COLOURS["cached"]),
-        ("pinned", COLOURS["pinned"]),
-    ):
+    colours = {"data": COLOURS["mapped"], "rest of last pages": COLOURS["private"], **COLOURS}
+    for part in ("data", "rest of last pages", "prefetched", "cached", "pinned"):
         widths = [parts.get(part, 0) / scale for parts in measured.values()]
         if any(widths):
-            axes.barh(range(len(measured)), widths, 0.7, list(left.values()), color=colour, label=part)
+            axes.barh(range(len(measured)), widths, 0.7, list(left.values()), color=colours[part], label=part)
             left = {name: left[name] + width for name, width in zip(left, widths, strict=True)}
     for number, (name, parts) in enumerate(measured.items()):
         mapped, data = sum(parts.values()), parts["data"]
