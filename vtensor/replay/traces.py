@@ -105,58 +105,53 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[R
 def _azure(path: Path) -> Iterator[Row]:
     with path.open(newline="", encoding="utf-8") as file:
         lines = _lines(path, file)
-        _, header = next(lines, (1, []))
+        _, header = next(lines, ("", []))
         if header != _AZURE_COLUMNS:
             raise InvalidArgument(
                 f"[replay] {path} line 1: the columns are {brief(header)}, not {_AZURE_COLUMNS}: pass an "
                 "Azure trace"
             )
-        for line, fields in lines:
+        for place, fields in lines:
             if len(fields) != len(header):
-                raise _malformed(path, line, f"{len(fields)} fields, not {len(header)}")
-            yield Row(
-                _seconds(path, line, fields[0]),
-                _count(path, line, header[1], _number(fields[1])),
-                _count(path, line, header[2], _number(fields[2])),
-            )
+                raise _malformed(place, f"{len(fields)} fields, not {len(header)}")
+            prompt, output = (_count(place, header[i], _number(fields[i])) for i in (1, 2))
+            yield Row(_seconds(place, fields[0]), prompt, output)
 
 
-def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
-    """The number of each line of a CSV file and its fields."""
+def _lines(path: Path, file: TextIO) -> Iterator[tuple[str, list[str]]]:
+    """The place of each line of a CSV file and its fields."""
     lines = csv.reader(file)
     try:
         for fields in lines:
-            yield lines.line_num, fields
+            yield f"{path} line {lines.line_num}", fields
     except csv.Error as error:  # a field over 131,072 characters
-        raise _malformed(path, lines.line_num, str(error)) from error
+        raise _malformed(f"{path} line {lines.line_num}", str(error)) from error
 
 
 def _mooncake(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as file:
         for line, text in enumerate(file, 1):
+            place = f"{path} line {line}"
             try:
                 row = json.loads(text, parse_constant=_refuse_constant)
             except (ValueError, RecursionError) as error:
-                raise _malformed(path, line, f"this is not JSON ({error})") from error
+                raise _malformed(place, f"this is not JSON ({error})") from error
             if not isinstance(row, dict):
-                raise _malformed(path, line, f"a {type(row).__name__}, not an object")
-            prompt = _count(path, line, "input_length", row.get("input_length"))
+                raise _malformed(place, f"a {type(row).__name__}, not an object")
+            prompt = _count(place, "input_length", row.get("input_length"))
             pieces: Any = row.get("hash_ids")
             when: Any = row.get("timestamp")
             needed = -(-prompt // PIECE_TOKENS)
             if not isinstance(pieces, list) or not all(
                 type(piece) is int and 0 <= piece < _PIECES for piece in pieces
             ):
-                raise _malformed(
-                    path, line, f"hash_ids is {brief(pieces)}, not a list of whole numbers below 2**54"
-                )
+                what = f"hash_ids is {brief(pieces)}, not a list of whole numbers below 2**54"
+                raise _malformed(place, what)
             if len(pieces) != needed:
-                raise _malformed(
-                    path, line, f"{len(pieces)} hash_ids for {prompt} tokens, which are {needed}"
-                )
+                raise _malformed(place, f"{len(pieces)} hash_ids for {prompt} tokens, which are {needed}")
             if type(when) not in (int, float) or not 0 <= when < _LATEST:
-                raise _malformed(path, line, f"timestamp is {brief(when)}, not milliseconds")
-            output = _count(path, line, "output_length", row.get("output_length"))
+                raise _malformed(place, f"timestamp is {brief(when)}, not milliseconds")
+            output = _count(place, "output_length", row.get("output_length"))
             yield Row(when / 1000, prompt, output, tuple(pieces))
 
 
@@ -169,23 +164,21 @@ def _number(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
 
 
-def _count(path: Path, line: int, name: str, value: Any) -> int:
+def _count(place: str, name: str, value: Any) -> int:
     if type(value) is not int or not 0 < value <= _MOST_TOKENS:
-        raise _malformed(
-            path, line, f"{name} is {brief(value)}, not a whole number from 1 to {_MOST_TOKENS:,}"
-        )
+        raise _malformed(place, f"{name} is {brief(value)}, not a whole number from 1 to {_MOST_TOKENS:,}")
     return value
 
 
-def _seconds(path: Path, line: int, text: str) -> float:
+def _seconds(place: str, text: str) -> float:
     try:
         when = datetime.fromisoformat(text)
         if when.tzinfo is None:  # not in this machine's zone, whose clocks may be put back in the trace
             when = when.replace(tzinfo=UTC)
         return when.timestamp()
     except (ValueError, OverflowError) as error:
-        raise _malformed(path, line, f"TIMESTAMP is {brief(text)}, not a date and time") from error
+        raise _malformed(place, f"TIMESTAMP is {brief(text)}, not a date and time") from error
 
 
-def _malformed(path: Path, line: int, what: str) -> InvalidArgument:
-    return InvalidArgument(f"[replay] {path} line {line}: {what}: repair or remove the row")
+def _malformed(place: str, what: str) -> InvalidArgument:
+    return InvalidArgument(f"[replay] {place}: {what}: repair or remove the row")
