@@ -318,11 +318,11 @@ class StitchedAllocator(PagedModel):
 
     The idea is GMLake's (Guo et al., arXiv 2401.08156). Allocations that fill their pages are kept apart from
     all others, so that every page they leave is free as a whole. Each of the others would waste the rest of
-    its last page, so they are cut from shared pages: large ones, and small ones.
+    its last page, so they are cut from shared pages.
 
-    Each kind has its own ranges, and all kinds use the same pages. A freed range stays mapped, for the next
-    allocation of its size or smaller, until its pages are needed elsewhere. Then as many free pages as are
-    missing move, from any place and stream.
+    Allocations of whole pages, other large ones and small ones have their own ranges, and all use the same
+    pages. A freed range stays mapped, for the next allocation of its size or smaller, until its pages are
+    needed elsewhere. Then as many free pages as are missing move, from any place and stream.
 
     Args:
         capacity: bytes of the device.
