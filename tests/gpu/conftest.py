@@ -18,7 +18,7 @@ def gpu():
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """The GPU, the simulated device, and that one with events that pass late."""
+    """The GPU, and the simulated device."""
     device = DEVICES[request.param]()
     yield device
     device.end()
