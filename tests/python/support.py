@@ -292,6 +292,30 @@ def run_program(
     return _run(textwrap.dedent(code), argv=argv, cwd=cwd, environment=environment, timeout=100)
 
 
+# Each code as a module of its own, whose names go as those of `__main__` do.
+_AS_MODULES = """
+import types
+names = dict(globals())
+for name, code in {codes!r}.items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__dict__.update(names, __name__=name)
+    exec(compile(code, name, "exec"), sys.modules[name].__dict__)
+"""
+
+
+def check_endings(codes: dict[str, str], *, setup: str = "", timeout: float = 40.0) -> None:
+    """Runs the codes in one process, which is to end well and without a word. Where it does not, each runs
+    again in one of its own, to name those at fault."""
+
+    def end(codes: dict[str, str]) -> Finished | None:
+        ended = run_snippet(setup + _AS_MODULES.format(codes=codes), finalize=True, timeout=timeout)
+        return None if ended.code == 0 and not ended.err else ended
+
+    if together := end(codes):
+        alone = {name: ended for name, code in codes.items() if (ended := end({name: code}))}
+        raise AssertionError(f"at fault alone: {list(alone) or 'none'}; together: {together}")
+
+
 # `python -m vtensor`, up to what vtensor looks at to tell that it was started so.
 _COMMAND = """
 import runpy, sys

@@ -7,29 +7,30 @@ import textwrap
 import pytest
 
 from cuda_support import needs_simcuda
-from support import run_snippet
+from support import check_endings, run_snippet
 
 # A pool of the host, or of a device on which kernels run that unmap and set-access wait for.
 POOLS = {
-    "host": """
-pool = vtensor.Pool("cpu", page_size=PAGE, budget=16384 * PAGE)
-""",
+    "host": "pool = vtensor.Pool('cpu', page_size=PAGE, budget=16384 * PAGE)\n",
+    "busy_device": "pool = open_pool('simcuda', 16384, prefetch=None, patience=20)\n",
+}
+SETUPS = {
+    "host": "",
     "busy_device": """
 from stream_support import busy_device
-pool = open_pool("simcuda", 16384, prefetch=None, patience=20)
+simcuda_control().cuInit(0)
 busy = busy_device()
 busy.__enter__()
 """,
 }
 DEVICES = pytest.mark.parametrize("device", ["host", pytest.param("busy_device", marks=needs_simcuda)])
-# Its mapper is kept busy: pages ahead, cached tensors, and something always on its way out.
+# A pool's mapper is kept busy: pages ahead, cached tensors, and something always on its way out.
 BUSY = r"""
 import threading, time, warnings
 # Python from 3.12 on says so at every fork beside threads, which is what these tests are about.
 warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded, use of f", DeprecationWarning)
 torch.set_num_threads(1)
 PAGE = 4096
-{pool}
 stop = threading.Event()
 failed = []
 
@@ -67,8 +68,8 @@ def join(threads):
 
 
 def check(code: str, *, device: str = "host", finalize: bool = False, timeout: float = 60.0) -> None:
-    code = BUSY.replace("{pool}", POOLS[device]) + textwrap.dedent(code)
-    finished = run_snippet(code, finalize=finalize, timeout=timeout).check()
+    code = POOLS[device] + textwrap.dedent(code)
+    finished = run_snippet(BUSY + SETUPS[device] + code, finalize=finalize, timeout=timeout).check()
     assert finished.err == "", finished.err
 
 
@@ -151,6 +152,25 @@ def test_pool_operations_beside_one_another(device):
     )
 
 
+# A pool of its own for each, whose mapper is at work.
+KEPT_ALIVE = {
+    "live_views": "t = filled(pool, 20, 3); v = t[2:4]; t.prepare(30); n = v.numpy()",
+    "a_view_in_a_cycle": "t = filled(pool, 20, 3); c = [t[2:4], t]; c.append(c); t.prepare(30); del t",
+    "the_pool_dropped": "t = filled(pool, 20, 3); t.prepare(30); v = t[:1]; del pool, t",
+    "an_error_not_told": """
+t = filled(pool, 20, 3)
+with testing.fail_after(pool, 0, 1000):
+    t.prepare(40); time.sleep(0.02)
+""",
+}
+
+
+@DEVICES
+def test_exit_with_objects_kept_alive(device):
+    codes = {name: POOLS[device] + code for name, code in KEPT_ALIVE.items()}
+    check_endings(codes, setup=BUSY + SETUPS[device], timeout=60)
+
+
 EXITS = {
     "while_it_maps": "t = quarter(pool, 1, capacity=60000); t.prepare(59999)",
     "while_it_gives_back": "t = filled(pool, 20000, capacity=20000); v = t[:4]; t.shrink(19000)",
@@ -167,14 +187,6 @@ sys.slow = Slow()  # goes while the interpreter ends
 for _ in range(3):
     thread(lambda: pool.wait_idle(10))
 time.sleep(0.1)
-""",
-    "with_live_views": "t = filled(pool, 20, 3); v = t[2:4]; t.prepare(30); n = v.numpy()",
-    "with_a_view_in_a_cycle": "t = filled(pool, 20, 3); c = [t[2:4], t]; c.append(c); t.prepare(30); del t",
-    "with_the_pool_dropped": "t = filled(pool, 20, 3); t.prepare(30); v = t[:1]; del pool, t",
-    "with_an_error_not_told": """
-t = filled(pool, 20, 3)
-with testing.fail_after(pool, 0, 1000):
-    t.prepare(40); time.sleep(0.02)
 """,
 }
 

@@ -13,6 +13,7 @@ from cuda_support import needs_simcuda
 from support import (
     HERE,
     PER_PAGE,
+    check_endings,
     eventually,
     filled,
     memfd_mappings,
@@ -132,7 +133,8 @@ closed = filled(pool, 3); orphan = closed[:2]; closed.close()
 default = vtensor.zeros(3, 4, grow_dim=0, capacity=10)
 """
 
-ENDINGS = {
+# What only keeps objects alive: each with a pool of its own, all in one process.
+KEEPING = {
     "names_live": "",
     "in_a_cycle": "cycle = [t, view]; cycle.append(cycle); del t, view",
     "in_a_module": "import types; sys.modules['keeper'] = m = types.ModuleType('keeper'); m.t = t",
@@ -146,6 +148,13 @@ class Keeper:
         self.t.length; self.view.sum()
 keeper = Keeper(); keeper.t = t; keeper.view = view
 """,
+    "numpy_lives": "array = t[0].numpy(); dl = torch.from_dlpack(t); del t, view",
+    "pool_closed_before": "pool.close()",
+    "pool_dropped": "del pool, t, f, r, closed",
+}
+
+# What also runs on, or leaves in another way.
+ENDINGS = {
     "in_a_daemon_thread": """
 import threading, time
 def run():
@@ -161,11 +170,12 @@ forgotten = vtensor.trace.record(64).__enter__()
 del forgotten
 recording = vtensor.trace.record().__enter__(); t.extend(1)
 """,
-    "numpy_lives": "array = t[0].numpy(); dl = torch.from_dlpack(t); del t, view",
     "exits_with_sys_exit": "sys.exit(0)",
-    "pool_closed_before": "pool.close()",
-    "pool_dropped": "del pool, t, f, r, closed",
 }
+
+
+def test_the_interpreter_exits_with_objects_kept_alive(kind):
+    check_endings({name: LIVE.format(kind=kind) + ending for name, ending in KEEPING.items()})
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -175,14 +185,14 @@ def test_the_interpreter_exits_with_live(kind, ending):
 
 
 @needs_simcuda
-@pytest.mark.parametrize("ending", ["names_live", "in_a_cycle", "in_a_module", "numpy_lives", "pool_dropped"])
-def test_exit_gives_everything_back_to_the_driver(ending):
+def test_exit_gives_everything_back_to_the_driver():
     """The simulated driver says at its unloading what it was not given back."""
     report = "os.environ['SIMCUDA_REPORT_LEAKS'] = '1'\n"
     keep_no_views = "\nview = orphan = dl = array = cycle = None; gc.collect()\n"
-    code = report + LIVE.format(kind="simcuda") + ENDINGS[ending] + keep_no_views
-    finished = run_snippet(code, finalize=True).check()
-    assert finished.err == "", finished.err
+    endings = ("names_live", "in_a_cycle", "in_a_module", "numpy_lives", "pool_dropped")
+    check_endings(
+        {name: report + LIVE.format(kind="simcuda") + KEEPING[name] + keep_no_views for name in endings}
+    )
 
 
 def test_a_process_of_its_own_exits_clean():
