@@ -186,35 +186,37 @@ def child():
     )
 
 
-@pytest.mark.parametrize(
-    "touch, named",
-    [
-        ("view.sum()", "a read to position"),
-        ("view.zero_()", "a write to position"),
-        ("array.sum()", "a read to position"),
-        ("orphan.sum()", "a read to position"),
-        ("shared_view.sum()", "a read to position"),
-        ("key[slot, :20].sum()", "layer 0"),
-        ("flat[5].item()", "byte 5 of the arena"),
-        ("linear(torch.ones(1, 4))", "a read to byte"),
-    ],
-)
-def test_a_view_faults_in_the_child_and_is_explained(touch, named):
+# What a child touches, and what the report names.
+TOUCHED = {
+    "view.sum()": "a read to position",
+    "view.zero_()": "a write to position",
+    "array.sum()": "a read to position",
+    "orphan.sum()": "a read to position",
+    "shared_view.sum()": "a read to position",
+    "key[slot, :20].sum()": "layer 0",
+    "flat[5].item()": "byte 5 of the arena",
+    "linear(torch.ones(1, 4))": "a read to byte",
+}
+
+
+def test_a_view_faults_in_the_child_and_is_explained():
     """Although the parent has explain_faults() off."""
     done = check(
         f"""
 shared_view = shared[:]
 vtensor.explain_faults(False)
 os.dup2(os.open("/dev/null", os.O_RDWR), 1)
-pid = fork(lambda: {touch})
-assert reap(pid) == -signal.SIGSEGV
+for touch in {list(TOUCHED)}:
+    print("case:", touch, file=sys.stderr, flush=True)
+    pid = fork(lambda: eval(touch))
+    assert (code := reap(pid)) == -signal.SIGSEGV, (touch, code)
 shared_view = None
 """
     )
-    report = done.err.split("vtensor: ")[1:]
-    assert len(report) == 2 and "SIGSEGV" in report[0], done.err
-    assert report[1].startswith("this process was forked") and "clone() before the fork" in report[1]
-    assert named in report[0], report[0]
+    for report, (touch, named) in zip(done.err.split("case: ")[1:], TOUCHED.items(), strict=True):
+        where, why = report.split("vtensor: ")[1:]
+        assert report.startswith(touch) and "SIGSEGV" in where and named in where, report
+        assert why.startswith("this process was forked") and "clone() before the fork" in why, report
 
 
 def test_the_report_leaves_a_parent_without_one_as_it_is():
@@ -327,25 +329,23 @@ pool.wake()
     )
 
 
-@pytest.mark.parametrize(
-    "leave, code",
-    [
-        ("os._exit(0)", 0),
-        ("sys.exit(0)", 0),
-        ("sys.exit(3)", 3),
-        ("raise SystemExit", 0),
-        ("raise ValueError('as meant')", 1),
-    ],
-)
-def test_the_child_leaves_normally(leave, code):
+def test_the_child_leaves_normally():
     """By finalizers too: deleters and exit handlers in the child touch nothing."""
     check(
-        f"""
-if pid := os.fork():
-    assert (code := reap(pid)) == {code}, code
-else:
-    assert t.length == 9
-    {leave}
+        """
+LEAVING = {
+    "os._exit(0)": 0,
+    "sys.exit(0)": 0,
+    "sys.exit(3)": 3,
+    "raise SystemExit": 0,
+    "raise ValueError('as meant')": 1,
+}
+for leave, expected in LEAVING.items():
+    if pid := os.fork():
+        assert (code := reap(pid)) == expected, (leave, code)
+    else:
+        assert t.length == 9
+        exec(leave)
 """
     )
 
