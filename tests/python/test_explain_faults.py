@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import textwrap
@@ -44,12 +45,37 @@ def report_of(finished: Finished, name: str = "SIGSEGV") -> list[str]:
     return [found[1], lines[1].removeprefix("vtensor: ")]
 
 
-def cases(table: str) -> list[str]:
+# A child for each case, forked before there is a pool.
+_FORKED = """
+for case in {cases!r}:
+    for stream in (sys.stdout, sys.stderr):
+        print("case:", case, file=stream, flush=True)
+    pid = os.fork()
+    if not pid:
+        exec({setup!r} + case.split(" -> ")[0])
+        os._exit(0)
+    print("ended:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def run_forked(setup: str, cases: tuple[str, ...]) -> dict[str, Finished]:
+    """How each case ended, up to its first arrow, as a child of one process."""
+    together = run_snippet(_FORKED.format(setup=setup, cases=cases), timeout=100).check()
+    outs, errs = (text.split("case: ")[1:] for text in (together.out, together.err))
+    found = {}
+    for case, out, err in zip(cases, outs, errs, strict=True):
+        out, code = out.removeprefix(case).split("ended: ")
+        found[case] = Finished(int(code), out, err)
+    return found
+
+
+def cases(table: str) -> tuple[str, ...]:
     """Of each: what is done, what is named, and why."""
-    return [" ".join(case.split()) for case in re.split(r"\n(?=\S)", table.strip())]
+    return tuple(" ".join(case.split()) for case in re.split(r"\n(?=\S)", table.strip()))
 
 
-NO_PAGE = """
+NO_PAGE = cases("""
 cache[0][0][slot, :100] = 1
     -> 0 -> the slot has 0 tokens: call step() first, with a length of at least 1
 cache[0][0][slot, 7] = 1
@@ -68,13 +94,13 @@ k = cache[0][0]; cache.close(); k[slot, :100] = 1
     -> 0 -> the cache is closed: make a new one
 cache[0][0][slot, 1023] = 1
     -> 1023 -> the slot has 0 tokens: call step() first
-"""
+""")
 
 
-@pytest.mark.parametrize("case", cases(NO_PAGE))
+@pytest.mark.parametrize("case", NO_PAGE)
 def test_a_write_to_a_slot_that_has_no_page_there_is_named(case: str) -> None:
-    what, token, why = case.split(" -> ")
-    finished = run(CACHE, f"at(cache[0][0])\n{what}")
+    finished = run_forked(CACHE + "at(cache[0][0])\n", NO_PAGE)[case]
+    _, token, why = case.split(" -> ")
     named, reason = report_of(finished)
     assert named == (
         f"K of layer 0, slot 0, token {token} of the KVCache of 4 slots of 1024 tokens with cache[0][0] at "
@@ -83,31 +109,33 @@ def test_a_write_to_a_slot_that_has_no_page_there_is_named(case: str) -> None:
     assert reason.startswith(f"no page is mapped there, because {why}")
 
 
-@pytest.mark.parametrize(
-    ("options", "layer", "values", "slot", "head", "token"),
-    [
-        ({}, 5, True, 3, None, 1000),
-        ({"layer_group": 4}, 3, False, 2, None, 17),
-        ({"layer_group": 4}, 5, True, 1, None, 600),
-        ({"layout": "HND"}, 2, True, 3, 1, 999),
-        ({"layout": "HND", "layer_group": 3, "value_head_dim": 16}, 4, True, 2, 2, 513),
-        ({"layout": "HND", "layer_group": 2, "windows": [None, 64] * 3}, 3, False, 1, 0, 700),
-        ({"value_head_dim": 0}, 1, False, 0, None, 1023),
-    ],
-)
-def test_the_layer_head_slot_and_token_are_those_of_every_layout(
-    options: dict[str, object], layer: int, values: bool, slot: int, head: int | None, token: int
-) -> None:
-    place = (slot, token) if head is None else (slot, head, token)
-    finished = run_snippet(
-        f"""
-        pool = vtensor.Pool("cpu", page_size=4096, budget="64MiB")
-        cache = vtensor.KVCache(6, 3, 32, max_batch=4, max_len=1024, pool=pool, **{options!r})
-        tensor = cache[{layer}][{int(values)}]
-        print(hex(tensor.data_ptr()), flush=True)
-        tensor[{place!r}] = 1
-        """
-    )
+# Options, layer, whether V, slot, head, and token.
+LAYOUTS: list[tuple[dict[str, object], int, bool, int, int | None, int]] = [
+    ({}, 5, True, 3, None, 1000),
+    ({"layer_group": 4}, 3, False, 2, None, 17),
+    ({"layer_group": 4}, 5, True, 1, None, 600),
+    ({"layout": "HND"}, 2, True, 3, 1, 999),
+    ({"layout": "HND", "layer_group": 3, "value_head_dim": 16}, 4, True, 2, 2, 513),
+    ({"layout": "HND", "layer_group": 2, "windows": [None, 64] * 3}, 3, False, 1, 0, 700),
+    ({"value_head_dim": 0}, 1, False, 0, None, 1023),
+]
+
+
+def write_in(options: dict[str, object], layer: int, values: bool, *place: int | None) -> str:
+    slot, head, token = place
+    return f"""
+pool = vtensor.Pool("cpu", page_size=4096, budget="64MiB")
+cache = vtensor.KVCache(6, 3, 32, max_batch=4, max_len=1024, pool=pool, **{options!r})
+tensor = cache[{layer}][{int(values)}]
+print(hex(tensor.data_ptr()), flush=True)
+tensor[{(slot, token) if head is None else (slot, head, token)!r}] = 1
+"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layer_head_slot_and_token_are_those_of_every_layout(layout) -> None:
+    finished = run_forked("", tuple(write_in(*each) for each in LAYOUTS))[write_in(*layout)]
+    _, layer, values, slot, head, token = layout
     of_head = "" if head is None else f", head {head}"
     assert report_of(finished)[0] == (
         f"{'V' if values else 'K'} of layer {layer}{of_head}, slot {slot}, token {token} of the KVCache of "
@@ -147,7 +175,7 @@ def poke(t, position, row=0):
 """
 
 
-PAST_PAGES = """
+PAST_PAGES = cases("""
 t = rows(10); at(t); poke(t, 12)
     -> position 12 -> the tensor has 10 positions: call extend() first
 t = rows(10); t.extend(1); at(t); poke(t, 12)
@@ -170,13 +198,13 @@ t = rows(9, 90); at(t); poke(t, 91)
     -> position 91 -> the tensor's capacity ends before: check what computed the address
 t = rows(9); v = t[:1]; at(v); a = t.data_ptr(); t.close(); ctypes.memset(a + 90000, 1, 1)
     -> position 87 -> the tensor is closed: keep an alias() of what is needed longer
-"""
+""")
 
 
-@pytest.mark.parametrize("case", cases(PAST_PAGES))
+@pytest.mark.parametrize("case", PAST_PAGES)
 def test_a_write_past_a_tensors_pages_is_named(case: str) -> None:
-    what, position, why = case.split(" -> ")
-    finished = run(TENSOR, what)
+    finished = run_forked(TENSOR, PAST_PAGES)[case]
+    _, position, why = case.split(" -> ")
     named, reason = report_of(finished)
     assert named == f"{position} of the VTensor at {finished.out.strip()}"
     assert re.match(rf"no page is (ever )?mapped there, because {re.escape(why)}", reason)
