@@ -201,9 +201,10 @@ def cut_and_rewritten(cache, slot: int, start: int) -> None:
 
 
 @pytest.mark.parametrize("change", [rewritten, written, cut_and_rewritten])
-@pytest.mark.parametrize("start", [0, 1, UNIT, PREFIX - 1])
+@pytest.mark.parametrize(
+    "start, away", [(0, False), (1, False), (UNIT, False), (PREFIX - 1, False), (1, True)]
+)
 @pytest.mark.parametrize("sharer_first", [False, True])
-@pytest.mark.parametrize("away", [False, True])
 def test_the_publisher_writes_to_what_it_published(cache, change, start, sharer_first, away):
     publisher = published(cache)
     if away:
