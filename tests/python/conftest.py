@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -220,6 +221,28 @@ def host(pool_factory):
 def pages(pool_factory):
     """4,096 host pages of 4 KiB: of tiny_models' Llama, 64 tokens of one head each."""
     return pool_factory("host", pages=4096)
+
+
+@pytest.fixture
+def strict():
+    """800 host pages whose holes fault on reads too: what reads or writes one ends the process."""
+    with testing.host_pool(page_size=4096, budget=4096 * 800) as pool:
+        yield pool
+
+
+@pytest.fixture
+def leases(monkeypatch):
+    """What vtensor.lease is given, as ids, and the end of each; it leases nothing."""
+    held = []
+
+    @contextlib.contextmanager
+    def lease(*tensors, stream=None):
+        held.append([id(t) for t in tensors])
+        yield
+        held.append("ended")
+
+    monkeypatch.setattr(vtensor, "lease", lease)
+    return held
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import vtensor
 from attention_support import int32, refused
 from support import on_a_device
 from test_flash_attention import noise, seen  # noqa: F401
-from vtensor import testing
 
 HEADS, SIZE, SLOTS, MOST = 2, 16, 3, 512
 LENGTHS = [70, 0, 33]
@@ -23,18 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own code generat
 
 
 @pytest.fixture
-def pages():
-    """Host pages whose holes fault: what reads or writes one ends the process."""
-    with testing.host_pool(page_size=4096, budget=4096 * 800) as pool:
-        yield pool
-
-
-@pytest.fixture
-def make(pages):
+def make(strict):
     made = []
 
     def cache(lengths=LENGTHS, dtype=torch.float32, **options):
-        cache = vtensor.KVCache(2, HEADS, SIZE, SLOTS, MOST, dtype, pool=pages, **options)
+        cache = vtensor.KVCache(2, HEADS, SIZE, SLOTS, MOST, dtype, pool=strict, **options)
         made.append(cache)
         for _ in lengths:
             cache.alloc()

@@ -16,13 +16,14 @@ from vtensor.integrations.full_extent import FullExtent
 import attention_support
 import fake_flash
 import vtensor
+from attention_support import HEADS, SIZE, plain_like
 from support import on_a_device, run_snippet
 
 PACKAGES = ("fa2", "fa3", "fa4")
-HEADS, SIZE = 2, 16
 GROUPS = 2
 CAPACITY = 512
 
+caches = functools.partial(attention_support.caches, dtype=torch.bfloat16)
 noise = functools.partial(attention_support.noise, dtype=torch.bfloat16)
 
 
@@ -36,26 +37,6 @@ def seen(monkeypatch):
     yield recorder
     recorder.got.clear()
     shims.look_again()
-
-
-def caches(pool, rows=2, length=0, *, heads_first=False, capacity=CAPACITY, dtype=torch.bfloat16, seed=1):
-    """K and V [rows, length, HEADS, SIZE], or with a row for each head, and plain tensors of the same
-    strides."""
-    made = []
-    for at in range(2):
-        sizes = (rows, HEADS, 0, SIZE) if heads_first else (rows, 0, HEADS, SIZE)
-        t = vtensor.empty(*sizes, grow_dim=2 if heads_first else 1, capacity=capacity, dtype=dtype, pool=pool)
-        values = noise(rows, length, HEADS, SIZE, seed=seed + at, dtype=dtype)
-        made.append(t.append(values.transpose(1, 2) if heads_first else values))
-    return made
-
-
-def plain_like(t, positions):
-    """A plain tensor [rows, positions, HEADS, SIZE] of t's strides with t's values, NaN behind them."""
-    view = t[...] if t.grow_dim == 1 else t[...].transpose(1, 2)
-    whole = torch.empty_strided((len(t), positions, HEADS, SIZE), view.stride(), dtype=t.dtype)
-    whole.fill_(float("nan"))[:, : t.length] = view
-    return whole
 
 
 def exact(q, k, v, length, causal=True):
@@ -98,18 +79,9 @@ def test_arguments_keep_their_order(host, seen, backend):
 
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"])
-def test_both_tensors_are_leased_while_the_kernel_is_launched(host, seen, monkeypatch, name):
+def test_both_tensors_are_leased_while_the_kernel_is_launched(host, seen, leases, name):
     k, v = caches(host, rows=1, length=5)
-    held = []
-
-    @contextlib.contextmanager
-    def lease(*tensors, stream=None):
-        held.append([id(t) for t in tensors])
-        yield
-        held.append("ended")
-
-    monkeypatch.setattr(vtensor, "lease", lease)
-    seen.before = lambda: held.append("launch")
+    seen.before = lambda: leases.append("launch")
     q = on_a_device(noise(1, 1, HEADS, SIZE))
     if name == "flash_attn_varlen_func":
         packed = [vtensor.from_tensor(t[0], grow_dim=0, capacity=64, pool=host) for t in (k, v)]
@@ -117,10 +89,10 @@ def test_both_tensors_are_leased_while_the_kernel_is_launched(host, seen, monkey
     starts = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
     arguments = (*starts, 1, 5) if name == "flash_attn_varlen_func" else ()
     getattr(shims, name)(q, k, v, *arguments, backend="fa2")
-    assert held == [[id(k), id(v)], "launch", "ended"]
-    held.clear()
+    assert leases == [[id(k), id(v)], "launch", "ended"]
+    leases.clear()
     getattr(shims, name)(q.as_subclass(torch.Tensor), k, v, *arguments, backend="fa2")
-    assert held == ["launch"], "on a CPU the kernel is done when it returns"
+    assert leases == ["launch"], "on a CPU the kernel is done when it returns"
 
 
 # --- which package ------------------------------------------------------------------------------------------

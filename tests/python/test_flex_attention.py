@@ -6,6 +6,8 @@ what more of them would show is left to the slow tests.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from attn_gym.masks import (
@@ -22,11 +24,9 @@ from vtensor.integrations.flex_attention import CacheMask, flex_attention
 from vtensor.integrations.full_extent import FullExtent
 
 import attention_support
-import vtensor
-from attention_support import noise
-from vtensor import testing
+from attention_support import HEADS, SIZE, caches, noise
 
-ROWS, HEADS, GROUPS, SIZE, CAPACITY = 2, 2, 2, 16, 512
+ROWS, GROUPS, CAPACITY = 2, 2, 512
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own code generator
 
@@ -35,23 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own code generat
 def no_gradients():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def pages():
-    """Host pages whose holes fault on reads too; compiled code that reads one ends the process."""
-    with testing.host_pool(page_size=4096, budget=4096 * 800) as pool:
-        yield pool
-
-
-def cache(pool, length=0, grow_dim=2, rows=ROWS):
-    made = []
-    for seed in (1, 2):
-        sizes = (rows, HEADS, 0, SIZE) if grow_dim == 2 else (rows, 0, HEADS, SIZE)
-        t = vtensor.empty(*sizes, grow_dim=grow_dim, capacity=CAPACITY, pool=pool)
-        x = noise(rows, HEADS, length, SIZE, seed=seed)
-        made.append(t.append(x if grow_dim == 2 else x.transpose(1, 2)))
-    return made
 
 
 def step(t, n=1, seed=0):
@@ -67,16 +50,14 @@ def exact(q, k, v, lengths, mask_mod=None, score_mod=None):
     """In float64, row by row over [B, H, S, D]; the queries are the last positions of each row."""
     out = []
     for b, n in enumerate(lengths):
-        keys, values = (t[b, :, :n].double().repeat_interleave(q.shape[1] // t.shape[1], 0) for t in (k, v))
-        scores = q[b].double() @ keys.transpose(1, 2) * SIZE**-0.5
-        at = torch.arange(n - q.shape[2], n)[None, :, None]
-        kv, h = torch.arange(n)[None, None], torch.arange(q.shape[1])[:, None, None]
-        row = torch.tensor(b)
-        if score_mod is not None:
-            scores = score_mod(scores, row, h, at, kv)
-        seen = kv <= at if mask_mod is None else mask_mod(row, h, at, kv)
-        out.append(torch.softmax(scores.masked_fill(~seen, float("-inf")), -1).nan_to_num(0.0) @ values)
-    return torch.stack(out)
+        at, kv = torch.arange(n - q.shape[2], n)[:, None], torch.arange(n)[None]
+        row, h = torch.tensor(b), torch.arange(q.shape[1])[:, None, None]
+        change = score_mod and partial(score_mod, b=row, h=h, q_idx=at, kv_idx=kv)
+        mask = kv <= at if mask_mod is None else mask_mod(row, h, at, kv)
+        out.append(
+            attention_support.exact(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], mask, change)
+        )
+    return torch.cat(out)
 
 
 # attention-gym's own masks and score mods, of absolute positions.
@@ -103,8 +84,8 @@ MODS = [  # each of the four masks and two score mods, for one query and for sev
 @pytest.mark.slow
 @pytest.mark.seconds(200)
 @pytest.mark.parametrize(("mask_mod", "grow_dim"), [(None, 1), (sliding_window, 2)])
-def test_growing_views_compile_at_most_twice_in_200_steps(pages, mask_mod, grow_dim):
-    k, v = cache(pages, grow_dim=grow_dim)
+def test_growing_views_compile_at_most_twice_in_200_steps(strict, mask_mod, grow_dim):
+    k, v = caches(strict, heads_first=grow_dim == 2)
     mask = mask_mod and CacheMask(mask_mod, ROWS, 1, CAPACITY)
     torch._dynamo.reset()
     before = graphs()
@@ -119,9 +100,9 @@ def test_growing_views_compile_at_most_twice_in_200_steps(pages, mask_mod, grow_
 
 
 @pytest.mark.seconds(200)
-def test_a_full_extent_compiles_once_for_ragged_rows_over_140_steps(pages):
+def test_a_full_extent_compiles_once_for_ragged_rows_over_140_steps(strict):
     """Across pages and tiles; the holes behind the last tile would fault."""
-    k, v = cache(pages)
+    k, v = caches(strict, heads_first=True)
     full = FullExtent(k), FullExtent(v)
     mask = CacheMask(None, ROWS, 1, CAPACITY)
     torch._dynamo.reset()
@@ -144,12 +125,12 @@ def test_a_full_extent_compiles_once_for_ragged_rows_over_140_steps(pages):
     ("mask_mod", "score_mod", "queries"), MODS, ids=lambda mod: getattr(mod, "__name__", str(mod))
 )
 @pytest.mark.seconds(200)
-def test_masks_and_score_mods_give_what_they_give_over_plain_tensors(pages, mask_mod, score_mod, queries):
+def test_masks_and_score_mods_give_what_they_give_over_plain_tensors(strict, mask_mod, score_mod, queries):
     """Bit for bit, with the same strides in the same compiled code; and close to float64.
 
     Behind the last position the plain tensors are zero, as a full extent is, whose VTensor had NaN there.
     """
-    k, v = cache(pages, 150)
+    k, v = caches(strict, length=150, heads_first=True)
     for t in (k, v):
         t.extend(100)[:, :, 150:].fill_(float("nan"))
         t.truncate(150)
@@ -172,9 +153,9 @@ def test_masks_and_score_mods_give_what_they_give_over_plain_tensors(pages, mask
 
 @pytest.mark.slow
 @pytest.mark.seconds(200)
-def test_a_prompt_by_torchs_own_mask(pages):
+def test_a_prompt_by_torchs_own_mask(strict):
     """`create_block_mask` and torch's own compiled function over a view, without the integration."""
-    k, v = cache(pages, 130)
+    k, v = caches(strict, length=130, heads_first=True)
     q = noise(ROWS, HEADS * GROUPS, 130, SIZE)
     block_mask = torch_flex.create_block_mask(causal, None, None, 130, 130, device="cpu")
     torch._dynamo.reset()
@@ -185,7 +166,7 @@ def test_a_prompt_by_torchs_own_mask(pages):
 
 
 @pytest.mark.seconds(200)
-def test_numbers_that_only_the_device_knows_read_nothing_outside(pages, monkeypatch):
+def test_numbers_that_only_the_device_knows_read_nothing_outside(strict, monkeypatch):
     """They are not checked: counts stay between none and all, and tiles inside the extent."""
     mask = CacheMask(None, 4, 1, CAPACITY)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
@@ -229,8 +210,8 @@ def test_sizes_that_a_mask_cannot_have(sizes):
         CacheMask(None, *sizes)
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_compiled(pages):
-    k, v = cache(pages, 20)
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(strict):
+    k, v = caches(strict, length=20, heads_first=True)
     full = FullExtent(k), FullExtent(v)
     q = noise(ROWS, HEADS, 1, SIZE)
     before = graphs()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -12,38 +10,14 @@ from vtensor.integrations.full_extent import FullExtent
 from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
-from attention_support import noise
+from attention_support import HEADS, SIZE, caches, exact, noise, plain_like
 from support import SHAPE_OF_A_MESSAGE, on_a_device, received, simcuda_library
 from vtensor import sharing
-
-HEADS, SIZE, CAPACITY = 2, 16, 256
-
-
-def cache(pool, length, grow_dim, rows=2, seed=1):
-    """[rows, HEADS, length, SIZE] where it grows along dimension 2, else [rows, length, HEADS, SIZE]."""
-    sizes = (rows, HEADS, 0, SIZE) if grow_dim == 2 else (rows, 0, HEADS, SIZE)
-    t = vtensor.empty(*sizes, grow_dim=grow_dim, capacity=CAPACITY, pool=pool)
-    x = noise(rows, HEADS, length, SIZE, seed=seed)
-    return t.append(x if grow_dim == 2 else x.transpose(1, 2))
 
 
 def heads_first(t):
     """A plain tensor [B, H, S, D] of t's strides, with NaN behind its last position."""
-    view = t[...] if t.grow_dim == 2 else t[...].transpose(1, 2)
-    sizes = [*view.shape[:2], view.shape[2] + 8, SIZE]
-    whole = torch.empty_strided(sizes, view.stride()).fill_(float("nan"))
-    whole[:, :, : view.shape[2]] = view
-    return whole[:, :, : view.shape[2]]
-
-
-def exact(q, k, v, mask=None):
-    """In float64; `mask` broadcasts to [B, Hq, Sq, Sk], True where seen or a float to add."""
-    k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q.double() @ k.transpose(2, 3) * q.shape[-1] ** -0.5
-    if mask is not None:
-        seen = torch.zeros(mask.shape).masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask
-        scores = scores + seen.double()
-    return torch.softmax(scores, -1).nan_to_num(0.0) @ v
+    return plain_like(t, t.length + 8)[:, : t.length].transpose(1, 2)
 
 
 def lower_right(queries, length):
@@ -56,7 +30,7 @@ def lower_right(queries, length):
 def test_causal_is_lower_right(host, grow_dim, groups, queries):
     """With the error of torch's own function over plain tensors of the same strides and that mask beside
     ours."""
-    k, v = cache(host, 20, grow_dim), cache(host, 20, grow_dim, seed=2)
+    k, v = caches(host, length=20, heads_first=grow_dim == 2)
     q = noise(2, HEADS * groups, queries, SIZE)
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     plain = heads_first(k), heads_first(v)
@@ -72,7 +46,7 @@ def test_causal_is_lower_right(host, grow_dim, groups, queries):
 
 @pytest.mark.parametrize("grow_dim", [1, 2])
 def test_the_same_kernel_on_the_same_layout_gives_the_same_bits(host, grow_dim):
-    k, v = cache(host, 33, grow_dim), cache(host, 33, grow_dim, seed=2)
+    k, v = caches(host, length=33, heads_first=grow_dim == 2)
     plain = heads_first(k), heads_first(v)
     for queries in (1, 4, 33):
         q = noise(2, HEADS, queries, SIZE)
@@ -88,7 +62,7 @@ def test_the_same_kernel_on_the_same_layout_gives_the_same_bits(host, grow_dim):
 def test_masks_of_every_shape_over_grouped_heads(host, queries, shape, kind):
     if len(shape) > 1 and shape[-2] not in (1, queries):
         shape = (*shape[:-2], queries, 9)
-    k, v = cache(host, 9, 2), cache(host, 9, 2, seed=2)
+    k, v = caches(host, length=9, heads_first=True)
     q = noise(2, 4, queries, SIZE)
     mask = noise(*shape, seed=3)
     if kind is torch.bool:
@@ -99,7 +73,7 @@ def test_masks_of_every_shape_over_grouped_heads(host, queries, shape, kind):
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_compiled_over_growing_views(host, queries):
-    k, v = cache(host, 20, 2), cache(host, 20, 2, seed=2)
+    k, v = caches(host, length=20, heads_first=True)
     q = noise(2, HEADS * 2, queries, SIZE)
     counter = CompileCounterWithBackend("eager")
 
@@ -116,45 +90,37 @@ def test_compiled_over_growing_views(host, queries):
 
 
 def test_queries_that_see_nothing_give_zeros(host):
-    k, v = cache(host, 2, 2), cache(host, 2, 2, seed=2)
+    k, v = caches(host, length=2, heads_first=True)
     out = scaled_dot_product_attention(noise(2, HEADS, 5, SIZE), k, v, is_causal=True)
     assert not out[:, :, :3].any() and out[:, :, 3:].all()
 
 
 def test_a_scale_and_a_full_extent(host):
-    k, v = cache(host, 5, 1), cache(host, 5, 1, seed=2)
+    k, v = caches(host, length=5)
     q = noise(2, HEADS, 1, SIZE)
     out = scaled_dot_product_attention(q, FullExtent(k), FullExtent(v), scale=0.5)
     assert torch.equal(out, torch_sdpa(q, k.transpose(1, 2), v.transpose(1, 2), scale=0.5))
 
 
-def test_both_tensors_are_leased_during_the_call(host, monkeypatch):
-    k, v = cache(host, 5, 2), cache(host, 5, 2)
-    held = []
-
-    @contextlib.contextmanager
-    def lease(*tensors, stream=None):
-        held.append([id(t) for t in tensors])
-        yield
-
-    monkeypatch.setattr(vtensor, "lease", lease)
+def test_both_tensors_are_leased_during_the_call(host, leases):
+    k, v = caches(host, length=5, heads_first=True)
     q = on_a_device(noise(2, HEADS, 1, SIZE))
     scaled_dot_product_attention(q, k, v)
     plain = noise(2, HEADS, 5, SIZE)
     scaled_dot_product_attention(q, plain, plain)
-    assert held == [[id(k), id(v)]]
+    assert leases == [[id(k), id(v)], "ended"]
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 9), (2, 8), (2, 1, 9), (2, 2, 1, 9), (3, 1, 1, 9)])
 def test_stacked_heads_take_no_mask_that_torch_would_refuse(host, shape):
     """One of K's heads, or of as many queries as a group has heads, would fit them and mean another."""
-    k, v = cache(host, 9, 2), cache(host, 9, 2, seed=2)
+    k, v = caches(host, length=9, heads_first=True)
     with pytest.raises(RuntimeError):
         scaled_dot_product_attention(noise(2, HEADS * 3, 1, SIZE), k, v, torch.ones(shape), enable_gqa=True)
 
 
 def test_a_mask_and_is_causal(host):
-    k, v = cache(host, 9, 2), cache(host, 9, 2, seed=2)
+    k, v = caches(host, length=9, heads_first=True)
     with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE):
         scaled_dot_product_attention(noise(2, 2, 3, SIZE), k, v, torch.ones(3, 9), is_causal=True)
     with pytest.raises(RuntimeError):  # torch's: heads are grouped only if that was asked for
@@ -162,7 +128,8 @@ def test_a_mask_and_is_causal(host):
 
 
 def test_values_that_were_not_appended(host):
-    k, v = cache(host, 9, 2), cache(host, 8, 2)
+    k, v = caches(host, length=9, heads_first=True)
+    v.truncate(8)
     with pytest.raises(vtensor.InvalidArgument, match="append to both"):
         scaled_dot_product_attention(noise(2, 2, 3, SIZE), k, v)
 
@@ -172,7 +139,7 @@ def test_readers_are_taken_as_their_tensors_are(pool_factory, kind, monkeypatch,
     """Also where as many positions as heads would hide that they were exchanged."""
     monkeypatch.setattr(sharing, "cuda_library", str(simcuda_library() or ""))
     pool = pool_factory(kind, shareable=True)
-    k, v = cache(pool, HEADS, grow_dim), cache(pool, HEADS, grow_dim, seed=2)
+    k, v = caches(pool, length=HEADS, heads_first=grow_dim == 2)
     q = noise(2, HEADS, 2, SIZE)
     with received(k) as keys, received(v) as values:
         assert torch.equal(
