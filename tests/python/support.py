@@ -15,6 +15,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,20 @@ def eventually(done, seconds: float = 10.0):
 def sometimes(attempt, tries: int = 5) -> bool:
     """Whether one of a few attempts succeeds: for what holds unless the machine keeps a thread waiting."""
     return any(attempt() for _ in range(tries))
+
+
+def beside(body, *arguments) -> Future:
+    """What becomes of the call, which a thread of its own makes."""
+    made: Future = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(body(*arguments))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return made
 
 
 def run_together(*bodies, seconds=40.0):

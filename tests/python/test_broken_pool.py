@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import vtensor
 from kv_support import make_cache
 from support import (
+    beside,
     calls,
     calls_since,
     check_sums,
@@ -195,25 +195,16 @@ def test_every_wait_ends(pool_factory, sim):
     sim.kernel(stream, used)
     used.record_stream(stream)
     used.close()  # its pages wait for the stream
-    raised = []
-
-    def wait(operate):
-        try:
-            operate()
-        except vtensor.DriverError as error:
-            raised.append(str(error))
-
     growing = quarter(pool, 1, capacity=200)  # in need of more than is free
-    waits = [lambda: pool.wait_idle(60), lambda: growing.extend(80)]
-    threads = [threading.Thread(target=wait, args=(operate,)) for operate in waits]
-    for thread in threads:
-        thread.start()
+    waits = [beside(pool.wait_idle, 60), beside(growing.extend, 80)]
     time.sleep(0.05)
     breaks(pool, tensors)
-    for thread in threads:
-        thread.join(30)
+    raised = [wait.exception(30) for wait in waits]
     sim.release(stream)
-    assert raised == [pool.broken] * 2  # at once: by themselves they would go on for longer
+    assert all(isinstance(error, vtensor.DriverError) for error in raised)
+    assert [str(error) for error in raised] == [
+        pool.broken
+    ] * 2  # at once: by themselves they would go on for longer
     pool.close()
 
 

@@ -10,8 +10,8 @@ import os
 import resource
 import socket
 import struct
-import threading
 import time
+from concurrent.futures import Future, wait
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from vtensor.integrations.sdpa import scaled_dot_product_attention
 import vtensor
 from cuda_support import device, needs_simcuda
 from reader_process import HANDLES, ReaderProcess, limit_descriptors, opened, read, receive, rows
-from support import on_a_device, received, run_program, simcuda_disarm, simcuda_leaks, simcuda_library
+from support import beside, on_a_device, received, run_program, simcuda_disarm, simcuda_leaks, simcuda_library
 from vtensor import sharing
 
 pytestmark = needs_simcuda
@@ -72,29 +72,8 @@ def launch(sim, stream, core, t):
         sim.kernel(stream, row, *core.words)
 
 
-class Beside:
-    """Runs `body` in another thread."""
-
-    def __init__(self, body):
-        self.result = None
-
-        def run():
-            try:
-                self.result = body()
-            except Exception as error:
-                self.result = error
-
-        self.thread = threading.Thread(target=run)
-        self.thread.start()
-
-    def waits(self):
-        self.thread.join(0.1)
-        return self.thread.is_alive()
-
-    def ends(self):
-        self.thread.join(30)
-        assert not self.thread.is_alive()
-        return self.result
+def waits(call: Future) -> bool:
+    return not wait([call], 0.1).done
 
 
 # -- order
@@ -107,10 +86,10 @@ def test_a_sync_waits_for_the_work_that_the_writer_has_launched(reading, sim):
     for change in (lambda: t.extend(500), lambda: t.extend(1)):  # with new pages, and without
         change()
         sim.kernel(stream, t, t.length - 1, writes=7)
-        reading = Beside(core.sync)
-        assert reading.waits()
+        reading = beside(core.sync)
+        assert waits(reading)
         sim.release(stream)
-        assert reading.ends() is True
+        assert reading.result(30) is True
         assert core.words[1] == t.length
         assert_shows(core, t)
         sim.hold(stream)
@@ -124,11 +103,11 @@ def test_a_sync_takes_pages_away_only_after_the_readers_kernels(reading, sim):
     launch(sim, stream, core, t)
     t.truncate(0)
     t.pool.wait_idle()
-    reading = Beside(core.sync)
-    assert reading.waits()
+    reading = beside(core.sync)
+    assert waits(reading)
     assert t.pool.stats().pages_held_by_readers > 0
     sim.release(stream)
-    assert reading.ends() is True and core.words == [0, 0]
+    assert reading.result(30) is True and core.words == [0, 0]
     assert t.pool.stats().pages_held_by_readers == 0
     assert sim.illegal_accesses() == 0
 
@@ -156,10 +135,10 @@ def test_a_close_waits_for_them_too(reading, sim):
     stream = sim.stream(held=True)
     core.record_stream(stream)
     launch(sim, stream, core, t)
-    closing = Beside(core.close)
-    assert closing.waits()
+    closing = beside(core.close)
+    assert waits(closing)
     sim.release(stream)
-    closing.ends()
+    closing.result(30)
     assert sim.illegal_accesses() == 0
 
 
@@ -226,12 +205,12 @@ def test_a_pool_closes_while_a_reader_waits_for_its_work(reading, sim):
     t.record_stream(stream)
     t.extend(1)
     sim.kernel(stream, t, 0, 11)
-    reading = Beside(core.sync)
-    assert reading.waits()
+    reading = beside(core.sync)
+    assert waits(reading)
     began = time.monotonic()
     t.pool._core.retire()
     assert time.monotonic() - began < 10
-    assert isinstance(reading.ends(), vtensor.VTensorError)
+    assert isinstance(reading.exception(30), vtensor.VTensorError)
     with pytest.raises(vtensor.Closed, match="the pool is closed"):
         receive(t)
     sim.release(stream)
@@ -423,7 +402,7 @@ def asked_by_a_reader(make_pool):
     os.close(memory)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     core = read(theirs.detach(), of_range)
-    syncing = Beside(core.sync)
+    syncing = beside(core.sync)
     yield ours, ours.recv(20_000), syncing
     ours.close()
     core.close()
@@ -446,7 +425,7 @@ LONG = b"x" * 1000
 def test_an_answer_that_is_none_is_refused(asked_by_a_reader, answer):
     ours, _, syncing = asked_by_a_reader
     ours.send(answer)
-    assert isinstance(syncing.ends(), vtensor.Closed)
+    assert isinstance(syncing.exception(30), vtensor.Closed)
 
 
 def test_an_answer_to_an_older_question_is_passed_over(asked_by_a_reader):
@@ -454,7 +433,7 @@ def test_an_answer_to_an_older_question_is_passed_over(asked_by_a_reader):
     number, *_ = MESSAGE.unpack(question)
     for answered, text in ((number - 1, b"late"), (number, b"now")):
         ours.send(MESSAGE.pack(answered, 0, 0, 0, 0, b"", b"", text))
-    assert str(syncing.ends()).endswith("no pages came from the writer: now")
+    assert str(syncing.exception(30)).endswith("no pages came from the writer: now")
 
 
 # -- refused calls

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 import vtensor
-from support import eventually, filled, quarter, simcuda_disarm, sometimes, within
+from support import beside, eventually, filled, quarter, simcuda_disarm, sometimes, within
 from vtensor import testing
 
 AHEAD = 16 * 4096
@@ -194,13 +194,12 @@ def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, str
         sim.release(0)
 
     begun = threading.Event()
-    holding = threading.Thread(target=hold_for_a_while)
-    holding.start()
+    holding = beside(hold_for_a_while)
     begun.wait()
     with pytest.raises(vtensor.DriverError, match="cuMemsetD8Async"):
         child.extend(2)
     assert released.is_set()  # waited for what was zeroed
-    holding.join()
+    holding.result(30)
     assert child.length == 5 and child.eq(1).all() and t.eq(1).all()
     testing.check_invariants(pool)
     child.extend(2)

@@ -18,6 +18,7 @@ from kv_support import UNIT, make_cache
 from kv_support import filled as filled_slot
 from stream_support import NEVER
 from support import (
+    beside,
     calls,
     calls_since,
     check_endings,
@@ -579,24 +580,15 @@ def test_a_capture_that_begins_beside_a_fence_stays_valid(sim, stream_pool):
     t = filled(pool, 8)
     lease = vtensor.lease(t, stream=stream)
     lease.__enter__()
-    refused = []
-
-    def end():
-        try:
-            lease.__exit__()
-        except vtensor.DriverError as error:
-            refused.append(error)
-
     recorded = sim.calls("cuEventRecord")
-    thread = threading.Thread(target=end)
     with sim.calls_held("cuEventRecord"):
-        thread.start()
+        ended = beside(lease.__exit__)
         eventually(lambda: sim.calls("cuEventRecord") > recorded)
         sim.begin_capture(stream)
-    thread.join(30)
+    refused = ended.exception(30)
     graph = sim.end_capture(stream)  # answers 901 where the capture was invalidated
     sim.destroy_graph(graph)
-    assert "is being captured" in str(refused[0])
+    assert isinstance(refused, vtensor.DriverError) and "is being captured" in str(refused)
     lease.__exit__()  # after the capture
     t.close()
     pool.wait_idle(10)

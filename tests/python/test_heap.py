@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vtensor
-from support import calls, calls_since, filled, quarter, run_snippet
+from support import beside, calls, calls_since, filled, quarter, run_snippet
 from vtensor import _core, testing
 from vtensor._torch.memory import entered
 
@@ -217,13 +216,10 @@ def test_others_find_memory_in_what_a_heap_keeps(pool_factory, kind, wants):
 
 
 def test_threads_outside_are_refused(pool):
-    found = []
     with inside(pool):
-        thread = threading.Thread(target=lambda: found.append((allocate(1), _core.take_heap_refusal())))
-        thread.start()
-        thread.join()
+        _, refused = beside(lambda: (allocate(1), _core.take_heap_refusal())).result(30)
     assert allocate(1) is None
-    for refusal in (found[0][1], _core.take_heap_refusal()):
+    for refusal in (refused, _core.take_heap_refusal()):
         assert "not inside vtensor.memory" in refusal
 
 

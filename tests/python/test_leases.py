@@ -9,7 +9,7 @@ import pytest
 
 import vtensor
 from cuda_support import needs_simcuda
-from support import eventually, filled, quarter, run_snippet, within
+from support import beside, eventually, filled, quarter, run_snippet, within
 from vtensor import testing
 
 AHEAD = 1 << 20
@@ -38,9 +38,7 @@ def test_what_is_given_back_meanwhile_waits_for_the_lease(sim, pool):
     t = filled(pool, 32, 1)
     with vtensor.lease(t, stream=stream):
         t.truncate(16)
-        thread = threading.Thread(target=t.truncate, args=(4,))
-        thread.start()
-        thread.join()
+        beside(t.truncate, 4).result(30)
         assert held(pool) == 7
         sim.kernel(stream, t)
         assert t.pages()[-1].state == "pinned"
@@ -182,9 +180,7 @@ def test_ended_by_another_thread_and_by_an_error(sim, pool):
     lease = vtensor.lease(t, stream=stream)
     lease.__enter__()
     sim.kernel(stream, t)
-    thread = threading.Thread(target=lease.__exit__, args=(None, None, None))
-    thread.start()
-    thread.join()
+    beside(lease.__exit__, None, None, None).result(30)
     with pytest.raises(ZeroDivisionError), vtensor.lease(t, stream=stream):
         sim.kernel(stream, t)
         raise ZeroDivisionError
@@ -198,15 +194,14 @@ def test_a_lease_is_begun_and_ended_by_one_thread_at_a_time(sim, pool):
     lease = vtensor.lease(t, stream=stream)
     lease.__enter__()
     before = sim.calls("cuEventRecord")
-    thread = threading.Thread(target=lease.__exit__, args=(None, None, None))
     with sim.calls_held("cuEventRecord"):
-        thread.start()
+        ended = beside(lease.__exit__, None, None, None)
         eventually(lambda: sim.calls("cuEventRecord") > before)
         with pytest.raises(vtensor.VTensorError, match="another thread begins or ends"):
             lease.__exit__(None, None, None)
         with pytest.raises(vtensor.VTensorError, match="make one for each"):
             lease.__enter__()
-    thread.join()
+    ended.result(30)
     with lease:
         pass
     t.truncate(0)

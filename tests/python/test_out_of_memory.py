@@ -13,7 +13,7 @@ import torch
 import vtensor
 from cuda_support import TorchOnTheDevice, free_memory
 from kv_support import RANGES, UNIT, lengths_with, make_cache
-from support import eventually, filled, quarter, ramp, same_bytes, simcuda_library
+from support import beside, eventually, filled, quarter, ramp, same_bytes, simcuda_library
 from vtensor import _core, testing
 from vtensor._core import TensorCore, reindex
 
@@ -213,24 +213,14 @@ def test_a_refusal_that_is_not_for_want_of_memory_takes_nothing_that_is_ahead(si
 def growth_that_is_refused(sim, pool, pages):
     """For a moment another thread has the pool's last pages, for a growth that the driver then refuses."""
     t = quarter(pool, 0, capacity=pages * 4)
-    refused = []
-
-    def grow():
-        try:
-            t.extend(pages * 4)
-        except vtensor.DriverError as error:
-            refused.append(error)
-
     before = sim.calls("cuMemMap")
     sim.slow("cuMemMap", 300_000)
     sim.fail("cuMemMap")
-    thread = threading.Thread(target=grow)
-    thread.start()
+    growth = beside(t.extend, pages * 4)
     eventually(lambda: sim.calls("cuMemMap") > before)
     sim.slow("cuMemMap", 0)
     yield
-    thread.join()
-    assert refused
+    assert isinstance(growth.exception(60), vtensor.DriverError)
     t.close()
 
 

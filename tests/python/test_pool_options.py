@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 import vtensor
 from support import (
     PER_PAGE,
+    beside,
     calls,
     calls_since,
     check_sums,
@@ -63,12 +63,11 @@ def test_a_budget_counts_what_a_growth_under_way_was_promised(sim, stream_pool):
     leave_spare(pool, 4)
     asked, used = sim.calls("cuMemMap"), pool.stats().pages_used
     sim.slow("cuMemMap", 200_000)
-    grower = threading.Thread(target=lambda: t.extend(PER_PAGE))
-    grower.start()
+    growth = beside(t.extend, PER_PAGE)
     eventually(lambda: sim.calls("cuMemMap") > asked)
     with pytest.raises(vtensor.OutOfPages):
         pool.budget = (used + 1) * PAGE
-    grower.join()
+    growth.result(30)
     sim.slow("cuMemMap", 0)
     assert check_sums(pool).pages_free >= 0
     testing.check_invariants(pool)
@@ -155,12 +154,11 @@ def test_what_unsharing_takes_is_not_released_beside_it(pool_factory, sim):
     before = sim.free_memory() + PAGE  # as without any page
     sim.slow("cuMemMap", 30_000)
     sim.slow("cuMemRelease", 60_000)
-    growth = threading.Thread(target=t.extend, args=(PER_PAGE,))
-    growth.start()
+    growth = beside(t.extend, PER_PAGE)
     least = before
-    while growth.is_alive():
+    while not growth.done():
         least = min(least, sim.free_memory())
-    growth.join()
+    growth.result(30)
     sim.slow("cuMemMap", 0)
     sim.slow("cuMemRelease", 0)
     assert before - min(least, sim.free_memory()) == 3 * PAGE

@@ -27,7 +27,7 @@ import vtensor
 from kv_support import grown, lengths_with, make_cache
 from reader_process import CONTEXT
 from scenes import Tensors
-from support import SOAK, check_sums, eventually, leave_spare, open_pool, sometimes
+from support import SOAK, beside, check_sums, eventually, leave_spare, open_pool, sometimes
 from test_failing_calls import refuse_each
 from vtensor import _core, testing
 from vtensor.cli import top
@@ -316,14 +316,13 @@ def test_pages_are_mapped_ahead_only_beside_what_others_ask_for(kind, name):
 
         def meanwhile() -> bool:
             before = last_request(name)
-            asks = threading.Thread(target=need)
-            asks.start()
+            asks = beside(need)
             eventually(lambda: last_request(name) != before)
             growing.prepare(10)
             time.sleep(0.2)
             ahead = eager.stats().pages_prefetched
-            in_time = asks.is_alive()
-            asks.join()
+            in_time = not asks.done()
+            asks.result(30)
             assert ahead == 0 or not in_time
             growing.shrink(0)  # what was prepared goes
             eventually(lambda: eager.stats().pages_prefetched == 0)
