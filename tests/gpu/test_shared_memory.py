@@ -9,48 +9,41 @@ import torch
 
 import vtensor
 from devices import PAGE
-from reader_process import CONTEXT
+from reader_process import Helper
 from support import simcuda_library
 from vtensor import sharing
 
-PATIENCE = 120  # seconds; a process makes a CUDA context
+
+class Reader(Helper):
+    patience = 120  # seconds; a process makes a CUDA context
 
 
-def read(pipe, library: str) -> None:
+def read(library: str):
     """Answers each message with what the reader shows: its length, and the sum of all bytes."""
     os.environ["SIMCUDA_GRANULARITY"] = str(PAGE)
     sharing.cuda_library = library
     reader = None
-    while (message := pipe.recv()) is not None:
+
+    def show(message):
+        nonlocal reader
         if isinstance(message, vtensor.VTensor):
             reader = message
-        try:
-            changed = reader.sync()
-            pipe.send((changed, reader.length, int(reader.sum(dtype=torch.int64))))
-        except vtensor.VTensorError as error:
-            pipe.send(type(error).__name__)
-    if reader is not None:
-        reader.close()
-    pipe.send("closed")
+        elif message == "close":
+            return reader.close()
+        return reader.sync(), reader.length, int(reader.sum(dtype=torch.int64))
+
+    return show
 
 
 @pytest.fixture
 def reader(device):
     simulated = device.torch_device.type == "cpu"
-    ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=read, args=(theirs, str(simcuda_library()) if simulated else ""))
-    process.start()
-
-    def ask(message):
-        ours.send(message)
-        assert ours.poll(PATIENCE)
-        return ours.recv()
-
-    yield ask
-    if process.is_alive():
-        ask(None)
-    process.join(PATIENCE)
-    assert process.exitcode == 0
+    reader = Reader(read, str(simcuda_library()) if simulated else "")
+    yield reader
+    if reader.process.is_alive():
+        reader("close")
+    reader.end()
+    assert reader.process.exitcode == 0
 
 
 @pytest.fixture
@@ -71,7 +64,8 @@ def test_a_reader_follows_the_writer(reader, shareable, device):  # I2, I3
     t.truncate(PAGE)
     assert reader("sync") == (True, PAGE, 2 * PAGE - 100)
     t.close()
-    assert reader("sync") == "Closed"
+    with pytest.raises(vtensor.Closed):
+        reader("sync")
 
 
 def test_pages_that_a_reader_holds_go_to_nobody(reader, shareable):  # I7

@@ -1,7 +1,7 @@
-"""A process that reads what the test shows it.
+"""Processes that do what the test tells them; one that reads what the test shows it.
 
-The process is forked from a server that has imported torch and nothing else, so to vtensor it is one of its
-own.
+Each is forked from a server that has imported torch and nothing else, so to vtensor it is one of
+its own.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import os
 import resource
 import signal
 import zlib
+from collections.abc import Callable
 from multiprocessing.connection import Client
 from multiprocessing.reduction import send_handle
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
 import vtensor
-from support import simcuda_library
-from vtensor import VTensor, VTensorError, _core, sharing, testing  # noqa: F401 - for expressions
+from support import eventually, simcuda_library
+from vtensor import VTensor, _core, sharing, testing  # noqa: F401 - for expressions
 
 HANDLES = {"descriptors": 1, "fabric": 9}  # types of handles that the simulated device takes
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -94,19 +96,83 @@ def write_and_die(address: str, library: str, handles: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class ReaderProcess:
-    """Each method runs in the process, and returns what came of it, or an error's class and text."""
+class Helper:
+    """A process that makes a function of ``arguments``, and then does by it what it is told."""
 
-    def __init__(self, context: Any = CONTEXT) -> None:
+    patience: float | None = 60
+
+    def __init__(self, make: Callable[..., Callable], *arguments: object, context: Any = CONTEXT) -> None:
         self._ours, theirs = context.Pipe()
-        library = str(simcuda_library() or "")
-        self.process = context.Process(target=_serve, args=(theirs, library), daemon=True)
+        self.process = context.Process(target=_answer, args=(theirs, make, arguments), daemon=True)
         self.process.start()
         theirs.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, *command: object) -> None:
+        self._ours.send(command)
+
+    def hear(self) -> Any:
+        """What came of the oldest command that was not heard of; its error is raised."""
+        if not self._ours.poll(self.patience):
+            raise TimeoutError
+        answer = self._ours.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def __call__(self, *command: object) -> Any:
+        self.tell(*command)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(PATIENCE)
+
+    def stop(self) -> None:
+        """Until SIGCONT. Returns once no thread of it runs any more."""
+        os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+        eventually(lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()))
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._ours.send(None)
+        self.process.join(PATIENCE)
+        self._ours.close()
+
+
+def _answer(pipe: Any, make: Callable[..., Callable], arguments: tuple[object, ...]) -> None:
+    do = make(*arguments)
+    with contextlib.suppress(EOFError):
+        while True:
+            try:
+                if (command := pipe.recv()) is None:
+                    return
+                pipe.send(do(*command))
+            except EOFError:
+                raise
+            except Exception as error:  # an answer; also of what was received
+                pipe.send(error)
+
+
+class ReaderProcess(Helper):
+    """Each method runs in the process, and returns what came of it, or an error's class and text."""
+
+    def __init__(self, context: Any = CONTEXT) -> None:
+        super().__init__(_reading, str(simcuda_library() or ""), context=context)
+
     def receive(self, what: object, name: str = "r") -> Any:
         """Sends ``what``. The process calls it ``name``."""
-        return self._call("receive", name, what)
+        return self("receive", name, what)
 
     def sync(self, name: str = "r") -> Any:
         return self.evaluate(f"{name}.sync()")
@@ -130,32 +196,24 @@ class ReaderProcess:
 
     def keep(self, view: str, name: str = "r") -> Any:
         """Keeps an alias of a tensor as ``view``."""
-        return self._call("keep", name, view)
+        return self("keep", name, view)
 
     def evaluate(self, expression: str, **values: object) -> Any:
-        return self._call("evaluate", expression, values)
+        return self("evaluate", expression, values)
 
     def close(self, name: str = "r") -> Any:
-        return self._call("close", name)
+        return self("close", name)
 
-    def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.join(PATIENCE)
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self._ours.send(None)
-        self.process.join(PATIENCE)
-        self._ours.close()
-
-    def _call(self, *command: object) -> Any:
-        self._ours.send(command)
-        if not self._ours.poll(PATIENCE):
-            raise TimeoutError(command)
-        return self._ours.recv()
+    def hear(self) -> Any:
+        try:
+            return super().hear()
+        except TimeoutError:
+            raise
+        except Exception as error:
+            return type(error).__name__, str(error)
 
 
-def _serve(pipe: Any, library: str) -> None:
+def _reading(library: str) -> Callable:
     torch.set_num_threads(1)
     read_over(library)
     held: dict[str, Any] = {}
@@ -171,17 +229,4 @@ def _serve(pipe: Any, library: str) -> None:
             return None
         return held.pop(name).close()
 
-    while True:
-        try:
-            command = pipe.recv()
-        except EOFError:
-            return
-        except VTensorError as error:  # of what was received
-            pipe.send((type(error).__name__, str(error)))
-            continue
-        if command is None:
-            return
-        try:
-            pipe.send(do(*command))
-        except Exception as error:  # an answer
-            pipe.send((type(error).__name__, str(error)))
+    return do

@@ -25,7 +25,7 @@ import torch
 
 import vtensor
 from kv_support import grown, lengths_with, make_cache
-from reader_process import CONTEXT
+from reader_process import Helper
 from scenes import Tensors
 from support import SOAK, beside, check_sums, eventually, leave_spare, open_pool, sometimes
 from test_failing_calls import refuse_each
@@ -86,60 +86,20 @@ def survey(name, patience=0.3):
 # -- another process
 
 
-class Other:
+class Other(Helper):
     """A process with a pool of the budget, that does what it is told."""
 
+    patience = None
+
     def __init__(self, kind, name, whole=WHOLE, **options):
-        self._connection, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=_serve, args=(theirs, kind, name, whole, options))
-        self.process.start()
-        theirs.close()
-        assert self._connection.recv() == "open"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.kill()
-
-    @property
-    def pid(self):
-        return self.process.pid
-
-    def tell(self, command, *arguments):
-        self._connection.send((command, *arguments))
-
-    def hear(self):
-        answer = self._connection.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def __call__(self, command, *arguments):
-        self.tell(command, *arguments)
-        return self.hear()
-
-    def kill(self):
-        self.process.kill()
-        self.process.join()
-
-    def stop(self):
-        """Until SIGCONT. Returns once no thread of it runs any more."""
-        os.kill(self.pid, signal.SIGSTOP)
-        tasks = Path(f"/proc/{self.pid}/task")
-        eventually(lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()))
+        super().__init__(_with_pool, kind, name, whole, options)
+        self("held")  # it is open
 
 
-def _serve(connection, kind, name, whole, options):
+def _with_pool(kind, name, whole, options):
     pool = open_pool(kind, whole, shared_budget=name, **options)
     tensors = []
-    connection.send("open")
-    while True:
-        command, *arguments = connection.recv()
-        try:
-            connection.send(_COMMANDS[command](pool, tensors, *arguments))
-        except Exception as error:
-            connection.send(error)
+    return lambda command, *arguments: _COMMANDS[command](pool, tensors, *arguments)
 
 
 def _fork(pool, tensors):

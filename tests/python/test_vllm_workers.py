@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from vtensor.integrations.vllm.memory import NoRoom, TableMemory
 from vtensor.integrations.vllm.workers import Channel, Facts, Server, WorkersMemory, require_local
 
 import vtensor
-from reader_process import CONTEXT
+from reader_process import Helper
 from support import draws
 
 KEY = b"k" * 32
@@ -191,36 +190,22 @@ def test_a_worker_without_an_answer():
         WorkersMemory([facts], KEY, seconds=0.2)
 
 
-def _worker(rank: int, pipe) -> None:
+def _worker(rank: int):
     server = Server(memory_of(8), rank, KEY)
-    pipe.send(server.facts)
-    pipe.recv()
+    return lambda: server.facts
 
 
 def test_workers_that_are_processes_and_one_that_dies():
-    children, pipes = [], []
-    for rank in range(2):
-        ours, theirs = CONTEXT.Pipe()
-        children.append(CONTEXT.Process(target=_worker, args=(rank, theirs), daemon=True))
-        children[-1].start()
-        theirs.close()
-        pipes.append(ours)
-    try:
-        assert all(pipe.poll(60) for pipe in pipes)
-        memory = WorkersMemory([pipe.recv() for pipe in pipes], KEY, 30)
+    with Helper(_worker, 0) as first, Helper(_worker, 1) as second:
+        memory = WorkersMemory([first(), second()], KEY, 30)
         assert memory.hold([1, 2]) == ([], [1, 2])
-        os.kill(children[1].pid, signal.SIGKILL)
-        children[1].join(30)
+        second.kill()
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="worker of rank 1 is gone: the engine cannot go on"):
             memory.hold([3])
         assert time.monotonic() - start < 10
         assert memory.mapped == 2
         memory.close()
-    finally:
-        for child in children:
-            child.kill()
-            child.join(30)
 
 
 def test_what_fails_in_a_worker_is_raised_when_it_is_asked():
