@@ -313,14 +313,6 @@ def test_a_pool_whose_device_shares_nothing_is_refused(make_pool):
         make_pool()
 
 
-def test_a_pool_that_is_not_shareable_exports_nothing(pool_factory):
-    pool = pool_factory("simcuda")
-    t = rows(pool, 10, capacity=100)
-    assert pool.stats().sharing == "none"
-    with pytest.raises(vtensor.InvalidArgument, match="shareable=True"):
-        receive(t)
-
-
 def test_a_reader_finds_the_device_whatever_its_number(make_pool):
     with device(devices=3):
         t = rows(make_pool(), 10)

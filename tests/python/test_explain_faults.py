@@ -109,6 +109,35 @@ def test_a_write_to_a_slot_that_has_no_page_there_is_named(case: str) -> None:
     assert reason.startswith(f"no page is mapped there, because {why}")
 
 
+BANDED = """
+cache = vtensor.KVCache(2, 2, 16, max_batch=2, max_len=8192, dtype=torch.float32, bands=2)
+slot = cache.alloc()
+cache.step([10, 0])
+def write(token):
+    cache.wait(slot)
+    cache[1][0][slot, token] = 1
+"""
+
+
+IN_A_BAND = cases("""
+cache.swap_out(slot, bands=[1]); write(3)
+    -> 3 -> band 1 of the slot is swapped out: call swap_in()
+cache.step([20, 0], bands=[1]); write(4000)
+    -> 4000 -> the slot has 20 tokens: call step() first
+cache.step([20, 0], bands=[1]); cache.step([30, 0]); write(4000)
+    -> 4000 -> the slot has 30 tokens: call step() first
+cache.swap_out(slot, bands=[1]); cache.swap_in(slot, bands=[1]); write(4000)
+    -> 4000 -> the slot has 10 tokens: call step() first
+""")
+
+
+@pytest.mark.parametrize("case", IN_A_BAND)
+def test_a_write_that_faults_says_what_its_band_has(case: str) -> None:
+    _, token, why = case.split(" -> ")
+    named, reason = report_of(run_forked(BANDED, IN_A_BAND)[case])
+    assert named.startswith("K of layer 1, slot 0, token") and why in reason
+
+
 # Options, layer, whether V, slot, head, and token.
 LAYOUTS: list[tuple[dict[str, object], int, bool, int, int | None, int]] = [
     ({}, 5, True, 3, None, 1000),

@@ -21,7 +21,7 @@ from kv_support import (
     options_of,
 )
 from machines import case
-from support import calls, calls_since, open_pool, run_snippet
+from support import calls, calls_since, open_pool
 from vtensor.testing.cache_machine import BUDGET_PAGES, CacheMachine, which
 from vtensor.testing.kv_model import check_contents, write
 from vtensor.testing.strategies import failures, growths
@@ -331,37 +331,3 @@ def test_attention_over_a_band(cache):
         attend(q, *keys(1, 24))
     with pytest.raises(vtensor.InvalidArgument, match="slot"):
         attend(q, *keys(3, 20))
-
-
-# --- faults -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "token", "says"),
-    [
-        ("cache.swap_out(slot, bands=[1])", 3, "band 1 of the slot is swapped out: call swap_in()"),
-        ("cache.step([20, 0], bands=[1])", 4000, "the slot has 20 tokens: call step() first"),
-        (
-            "cache.step([20, 0], bands=[1]); cache.step([30, 0])",
-            4000,
-            "the slot has 30 tokens: call step() first",
-        ),
-        (
-            "cache.swap_out(slot, bands=[1]); cache.swap_in(slot, bands=[1])",
-            4000,
-            "the slot has 10 tokens: call step() first",
-        ),
-    ],
-)
-def test_a_write_that_faults_says_what_its_band_has(change, token, says):
-    done = run_snippet(f"""
-vtensor.explain_faults()
-cache = vtensor.KVCache(2, 2, 16, max_batch=2, max_len=8192, dtype=torch.float32, bands=2)
-slot = cache.alloc()
-cache.step([10, 0])
-{change}
-cache.wait(slot)
-cache[1][0][slot, {token}] = 1.0
-""")
-    assert done.code != 0
-    assert "layer 1" in done.err and says in done.err

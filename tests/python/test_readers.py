@@ -485,12 +485,15 @@ def test_sharing_leaves_no_descriptor_and_no_file(pool, n):
 # -- trust
 
 
-def test_a_pool_that_is_not_shareable_refuses(host):
-    t = vtensor.empty(4, 4, grow_dim=0, capacity=100, pool=host)
+@pytest.mark.parametrize("memory", ["host", "simcuda"])
+def test_a_pool_that_is_not_shareable_refuses(pool_factory, memory):
+    pool = pool_factory(memory)
+    assert pool.stats().sharing == "none"
+    t = vtensor.empty(4, 4, grow_dim=0, capacity=100, pool=pool)
     with pytest.raises(vtensor.InvalidArgument, match="shareable=True"):
         ForkingPickler.dumps(t)
     with pytest.raises(vtensor.InvalidArgument, match="shareable=True"):
-        ForkingPickler.dumps(vtensor.Arena(PAGE, pool=host))
+        ForkingPickler.dumps(vtensor.Arena(PAGE, pool=pool))
 
 
 def test_plain_pickles_hand_nothing_over(pool):

@@ -62,7 +62,7 @@ def test_rows_chosen_from_a_fork_show_nothing_that_its_parent_truncated(pool):
     assert f.extend(5).tolist() == [[9, 9, 0, 0, 0, 0, 0]] * 3
 
 
-@pytest.mark.parametrize("derive", ["same", "fork", "reallocate", "reserve", "reindex"])
+@pytest.mark.parametrize("derive", ["same", "fork", "reallocate", "reserve", "reindex", "front"])
 def test_zeros_extend_with_zeros(pool, derive):
     page = pool.page_size // 4
     t = vtensor.zeros(2, 0, grow_dim=1, capacity=64 * page, pool=pool)
@@ -74,18 +74,11 @@ def test_zeros_extend_with_zeros(pool, derive):
         "reallocate": lambda: t.reallocate(128 * page),
         "reserve": lambda: together.reserve(t, 128 * page) or t,
         "reindex": lambda: t.reindex([0, 1, 1]),
+        "front": lambda: t.shrink(2 * page, front=True),  # pages given back come again, at other slots
     }[derive]()
     length = derived.length
     derived.extend(4 * page)
     assert derived[:, :length].eq(7).all() and derived[:, length:].eq(0).all()
-
-
-def test_zeros_extend_with_zeros_after_a_front_shrink(pool):
-    page = pool.page_size // 4
-    t = vtensor.zeros(0, grow_dim=0, capacity=64 * page, pool=pool).extend(3 * page)
-    t.fill_(7)
-    t.shrink(2 * page, front=True).extend(2 * page)  # the pages given back come again, at other slots
-    assert t[:page].eq(7).all() and t[page:].eq(0).all()
 
 
 def test_a_tensor_that_moved_with_a_view_alive_can_be_written(simcuda):
