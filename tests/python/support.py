@@ -394,7 +394,7 @@ class SimcudaLeaks(ctypes.Structure):
         return any(getattr(self, name) for name, _ in self._fields_)
 
     def __repr__(self) -> str:
-        return ", ".join(f"{getattr(self, name)} {name}" for name, _ in self._fields_)
+        return simcuda_control().simcuda_describe(ctypes.byref(self)).decode()
 
 
 _u64, _int, _double = ctypes.c_uint64, ctypes.c_int, ctypes.c_double
@@ -432,6 +432,7 @@ SIGNATURES = {
     "cuCtxSetCurrent": ([_u64], _int),
     "simcuda_disarm": ([], _u64),
     "simcuda_leaks": ([], SimcudaLeaks),
+    "simcuda_describe": ([ctypes.POINTER(SimcudaLeaks)], ctypes.c_char_p),
     "simcuda_mapping_at": ([_u64, ctypes.POINTER(_int)], _u64),
 }
 

@@ -105,7 +105,7 @@ def test_the_leak_report_sees_a_leak():
         """,
         finalize=True,
     ).check()
-    assert "leaked 0 handles, 0 mappings, 1 ranges" in finished.err
+    assert "leaked 1 ranges " in finished.err
 
 
 # -- refused calls

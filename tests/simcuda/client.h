@@ -35,6 +35,7 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(set_latency, simcuda_set_latency);
   SIMCUDA_ENTRY(hold_calls, simcuda_hold_calls);
   SIMCUDA_ENTRY(leaks, simcuda_leaks);
+  SIMCUDA_ENTRY(describe, simcuda_describe);
   SIMCUDA_ENTRY(free_memory, simcuda_free_memory);
   SIMCUDA_ENTRY(calls, simcuda_calls);
   SIMCUDA_ENTRY(refusals, simcuda_refusals);
@@ -54,21 +55,7 @@ struct SimcudaControl {
 #undef SIMCUDA_ENTRY
 };
 
-// Of what there is how many; empty where there is nothing.
-inline std::string describe(const SimcudaLeaks& left) {
-  std::string found;
-  const auto count = [&found](std::uint64_t n, const char* what) {
-    if (n != 0) found += std::to_string(n) + " " + what + " ";
-  };
-  count(left.handles, "handles");
-  count(left.mappings, "mappings");
-  count(left.ranges, "ranges");
-  count(left.contexts, "context references");
-  count(left.streams, "streams");
-  count(left.events, "events");
-  count(left.objects, "user objects");
-  return found;
-}
+inline std::string describe(const SimcudaLeaks& left) { return SimcudaControl().describe(&left); }
 
 // The simulated device as it begins, with pages of this size.
 struct FreshDevice : SimcudaControl {

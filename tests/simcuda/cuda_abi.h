@@ -23,7 +23,6 @@ enum CUdriverProcAddressQueryResult : unsigned {
 using cuCtxGetStreamPriorityRange = CUresult(int* least, int* greatest);
 using cuDeviceGetName = CUresult(char* name, int size, CUdevice device);
 using cuDriverGetVersion = CUresult(int* version);
-using cuEventSynchronize = CUresult(CUevent event);
 using cuGetProcAddress_v2 = CUresult(const char* symbol, void** function, int version,
                                      std::uint64_t flags, CUdriverProcAddressQueryResult* status);
 using cuGraphDestroy = CUresult(CUgraph graph);
@@ -31,8 +30,6 @@ using cuGraphExecDestroy = CUresult(CUgraphExec executable);
 using cuGraphInstantiateWithFlags = CUresult(CUgraphExec* executable, CUgraph graph,
                                              unsigned long long flags);
 using cuGraphLaunch = CUresult(CUgraphExec executable, CUstream stream);
-using cuMemGetAccess = CUresult(unsigned long long* access, const CUmemLocation* location,
-                                CUdeviceptr at);
 using cuMemRetainAllocationHandle = CUresult(CUmemGenericAllocationHandle* handle, void* at);
 using cuMemcpyDtoD_v2 = CUresult(CUdeviceptr to, CUdeviceptr from, std::size_t size);
 using cuMemsetD8_v2 = CUresult(CUdeviceptr at, unsigned char value, std::size_t size);

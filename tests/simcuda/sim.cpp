@@ -18,21 +18,24 @@ __attribute__((destructor)) void report_leaks() {
   if (wanted == nullptr || std::strcmp(wanted, "1") != 0) return;
   if (s == nullptr || s->process != getpid()) return;
   const SimcudaLeaks leaks = s->leaks();
-  const std::pair<std::uint64_t, const char*> counts[] = {
-      {leaks.handles, "handles"},     {leaks.mappings, "mappings"},
-      {leaks.ranges, "ranges"},       {leaks.contexts, "context references"},
-      {leaks.streams, "streams"},     {leaks.events, "events"},
-      {leaks.objects, "user objects"}};
-  std::string text;
-  std::uint64_t sum = 0;
-  for (const auto& [count, what] : counts) {
-    sum += count;
-    text += (text.empty() ? "" : ", ") + std::to_string(count) + " " + what;
-  }
-  if (sum != 0) std::fprintf(stderr, "simcuda (test double): leaked %s\n", text.c_str());
+  const std::string text = describe(leaks);
+  if (!text.empty()) std::fprintf(stderr, "simcuda (test double): leaked %s\n", text.c_str());
 }
 
 }  // namespace
+
+std::string describe(const SimcudaLeaks& left) {
+  const std::pair<std::uint64_t, const char*> counts[] = {
+      {left.handles, "handles"},     {left.mappings, "mappings"},
+      {left.ranges, "ranges"},       {left.contexts, "context references"},
+      {left.streams, "streams"},     {left.events, "events"},
+      {left.objects, "user objects"}};
+  std::string text;
+  for (const auto& [count, what] : counts) {
+    if (count != 0) text += std::to_string(count) + " " + what + " ";
+  }
+  return text;
+}
 
 Sim& sim() {
   static Sim* const only = [] {

@@ -78,6 +78,8 @@ struct Sim {
 inline thread_local CUcontext current_context = nullptr;
 inline thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
+// Of what there is how many; empty where there is nothing.
+std::string describe(const SimcudaLeaks& left);
 // Never destroyed: a process that ends may still call. Aborts in a forked child.
 Sim& sim();
 

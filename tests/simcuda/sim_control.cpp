@@ -14,10 +14,9 @@ namespace {
 
 // What tests and benchmarks call besides vtensor, and what vtensor calls.
 constexpr auto kCalls = std::to_array<std::string_view>(
-    {"cuMemGetAccess", "cuMemRetainAllocationHandle", "cuMemsetD8", "cuMemcpyDtoD",
-     "cuStreamSynchronize", "cuStreamBeginCapture", "cuStreamEndCapture", "cuEventSynchronize",
-     "cuGraphDestroy", "cuGraphInstantiate", "cuGraphExecDestroy", "cuGraphLaunch",
-     VTENSOR_CUDA_CALLS(VTENSOR_NAME)});
+    {"cuMemRetainAllocationHandle", "cuMemsetD8", "cuMemcpyDtoD", "cuStreamSynchronize",
+     "cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphDestroy", "cuGraphInstantiate",
+     "cuGraphExecDestroy", "cuGraphLaunch", VTENSOR_CUDA_CALLS(VTENSOR_NAME)});
 
 struct SettingName {
   const char* name;

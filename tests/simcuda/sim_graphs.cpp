@@ -38,7 +38,6 @@ CUresult SimGraphs::begin(const std::shared_ptr<SimStreams::Stream>& stream,
   if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
   auto graph = std::make_unique<Graph>();
   auto capture = std::make_shared<Capture>();
-  capture->id = next_capture_++;
   capture->mode = mode;
   capture->thread = std::this_thread::get_id();
   capture->origin = stream;

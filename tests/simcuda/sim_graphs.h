@@ -42,7 +42,6 @@ struct Graph {
 
 // A capture in progress, or one that events still remember.
 struct Capture {
-  std::uint64_t id = 0;
   CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
   std::thread::id thread;
   std::shared_ptr<SimStreams::Stream> origin;
@@ -91,7 +90,6 @@ class SimGraphs {
   std::map<CUgraph, std::unique_ptr<Graph>> graphs_;
   std::map<CUgraphExec, std::unique_ptr<Graph>> executables_;
   std::map<CUuserObject, std::unique_ptr<Object>> objects_;
-  std::uint64_t next_capture_ = 1;
 };
 
 }  // namespace simcuda

@@ -14,10 +14,7 @@ std::chrono::steady_clock::duration duration(double milliseconds) {
 }  // namespace
 
 SimStreams::~SimStreams() {
-  for (const auto& [name, stream] : streams_) stream->queue.clear();
-  for (const auto& [context, stream] : defaults_) {
-    if (stream != nullptr) stream->queue.clear();
-  }
+  each([](const auto& stream) { stream->queue.clear(); });
 }
 
 CUstream SimStreams::make(CUcontext context, bool blocking) {
@@ -81,18 +78,13 @@ std::shared_ptr<SimStreams::Stream> SimStreams::blocking_capture(CUcontext conte
 
 void SimStreams::enqueue(const std::shared_ptr<Stream>& stream, Item item) {
   // The default stream and the blocking ones wait for each other.
-  const auto& legacy = defaults_[stream->context];
-  const auto wait_for = [&](const std::shared_ptr<Stream>& other) {
-    if (other != nullptr && other->done != other->given()) {
-      item.behind.push_back({other, other->given()});
-    }
-  };
-  if (stream == legacy) {
-    for (const auto& [name, other] : streams_) {
-      if (other->blocking && other->context == stream->context) wait_for(other);
-    }
-  } else if (stream->blocking) {
-    wait_for(legacy);
+  const auto legacy = find(CUstream{}, stream->context);
+  if (stream->blocking) {
+    each([&](const auto& other) {
+      const bool in_step = other->blocking && other->context == stream->context;
+      if (!in_step || other == stream || (stream != legacy && other != legacy)) return;
+      if (!other->queue.empty()) item.behind.push_back({other, other->given()});
+    });
   }
   stream->queue.push_back(std::move(item));
 }
@@ -150,63 +142,48 @@ bool SimStreams::idle(const std::shared_ptr<Stream>& stream) {
   run();
   if (!stream->queue.empty()) return false;
   // What the default stream has done includes what the blocking ones have.
-  if (stream != defaults_[stream->context]) return true;
-  return std::ranges::none_of(streams_, [&](const auto& entry) {
-    return entry.second->blocking && entry.second->context == stream->context &&
-           !entry.second->queue.empty();
+  if (stream != find(CUstream{}, stream->context)) return true;
+  return !is_any([&](const Stream& other) {
+    return other.blocking && other.context == stream->context && !other.queue.empty();
   });
 }
 
 bool SimStreams::idle(CUcontext context) {
   run();
-  const auto is_busy = [&](const auto& entry) {
-    return entry.second != nullptr && entry.second->context == context &&
-           !entry.second->queue.empty();
-  };
-  return std::ranges::none_of(streams_, is_busy) && std::ranges::none_of(defaults_, is_busy);
+  return !is_any(
+      [&](const Stream& stream) { return stream.context == context && !stream.queue.empty(); });
 }
 
 bool SimStreams::all_idle() {
   run();
-  const auto is_busy = [&](const auto& entry) {
-    return entry.second != nullptr && !entry.second->queue.empty() &&
-           error(entry.second->context) == CUDA_SUCCESS;
-  };
-  return std::ranges::none_of(streams_, is_busy) && std::ranges::none_of(defaults_, is_busy);
+  return !is_any([&](const Stream& stream) {
+    return !stream.queue.empty() && error(stream.context) == CUDA_SUCCESS;
+  });
 }
 
 void SimStreams::wait_out_queries() {
-  const auto wait_out = [](const auto& entry) {
-    if (entry.second == nullptr) return;
-    for (Item& item : entry.second->queue) {
+  each([](const auto& stream) {
+    for (Item& item : stream->queue) {
       if (item.queries != kNever) item.queries = 0;
     }
-  };
-  std::ranges::for_each(streams_, wait_out);
-  std::ranges::for_each(defaults_, wait_out);
+  });
 }
 
 void SimStreams::hold_all(bool held) {
   hold_new_ = held;
-  for (const auto& [name, stream] : streams_) hold(*stream, held);
-  for (const auto& [context, stream] : defaults_) {
-    if (stream != nullptr) hold(*stream, held);
-  }
+  each([&](const auto& stream) { hold(*stream, held); });
 }
 
 void SimStreams::set_late(std::uint64_t queries, double milliseconds) {
   late_queries_ = queries;
   late_ = duration(milliseconds);
   if (queries != 0 || milliseconds > 0) return;
-  const auto in_time = [](const auto& entry) {
-    if (entry.second == nullptr) return;
-    for (Item& item : entry.second->queue) {
+  each([](const auto& stream) {
+    for (Item& item : stream->queue) {
       item.queries = 0;
       item.earliest = {};
     }
-  };
-  std::ranges::for_each(streams_, in_time);
-  std::ranges::for_each(defaults_, in_time);
+  });
 }
 
 // Executes the first item of a stream; false where it may not be executed yet.
@@ -227,12 +204,9 @@ bool SimStreams::run_next(Stream& stream) {
 void SimStreams::run() {
   for (bool moved = true; moved;) {
     moved = false;
-    for (const auto& [name, stream] : streams_) {
+    each([&](const auto& stream) {
       while (run_next(*stream)) moved = true;
-    }
-    for (const auto& [context, stream] : defaults_) {
-      while (stream != nullptr && run_next(*stream)) moved = true;
-    }
+    });
   }
   std::erase_if(streams_, [](const auto& entry) {
     return entry.second->destroyed && entry.second->queue.empty();
@@ -284,13 +258,11 @@ CUresult SimStreams::error(CUcontext context) const {
 
 bool SimStreams::touches(Address at, std::size_t size) const {
   const std::vector<std::uint64_t> mappings = memory_.mappings_of(at, size);
-  const auto is_touching = [&](const auto& entry) {
-    if (entry.second == nullptr) return false;
-    return std::ranges::any_of(entry.second->queue, [&](const Item& item) {
+  return is_any([&](const Stream& stream) {
+    return std::ranges::any_of(stream.queue, [&](const Item& item) {
       return std::ranges::find_first_of(item.work.mappings, mappings) != item.work.mappings.end();
     });
-  };
-  return std::ranges::any_of(streams_, is_touching) || std::ranges::any_of(defaults_, is_touching);
+  });
 }
 
 }  // namespace simcuda

@@ -125,6 +125,19 @@ class SimStreams {
   bool any_error() const { return !errors_.empty(); }
 
  private:
+  // Those that were made, and the default ones.
+  template <class Body>
+  void each(Body body) const {
+    for (const auto& [name, stream] : streams_) body(stream);
+    for (const auto& [context, stream] : defaults_) body(stream);
+  }
+  template <class Is>
+  bool is_any(Is is) const {
+    bool found = false;
+    each([&](const auto& stream) { found = found || is(*stream); });
+    return found;
+  }
+
   bool run_next(Stream& stream);
   void enqueue(const std::shared_ptr<Stream>& stream, Item item);
   void execute(const Work& work, CUcontext context);

@@ -294,32 +294,10 @@ SIMCUDA_ENTRY(cuMemSetAccess)(CUdeviceptr ptr, size_t size, const CUmemAccessDes
 // Triton asks it of each tensor that a kernel is given, also while a stream is captured.
 SIMCUDA_ENTRY(cuPointerGetAttribute)(void* value, CUpointer_attribute attribute, CUdeviceptr at) {
   return answer("cuPointerGetAttribute", Needs::context, During::any_capture, [&](Sim& s) {
-    CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
-    switch (attribute) {
-      case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-        if (!has_device_pointer(s, at)) return CUDA_ERROR_INVALID_VALUE;
-        *static_cast<CUdeviceptr*>(value) = at;
-        return CUDA_SUCCESS;
-      case CU_POINTER_ATTRIBUTE_MAPPED:
-        if (!s.model->memory.is_reserved(at)) return CUDA_ERROR_INVALID_VALUE;
-        *static_cast<int*>(value) = s.model->memory.handle_at(at, &access) != 0;
-        return CUDA_SUCCESS;
-      default:
-        return CUDA_ERROR_NOT_SUPPORTED;  // not simulated
-    }
-  });
-}
-
-SIMCUDA_ENTRY(cuMemGetAccess)(unsigned long long* access, const CUmemLocation* location,
-                              CUdeviceptr at) {
-  return answer("cuMemGetAccess", Needs::vmm, [&](Sim& s) {
-    CUmemAccess_flags found = CU_MEM_ACCESS_FLAGS_PROT_NONE;
-    if (location == nullptr || location->type != CU_MEM_LOCATION_TYPE_DEVICE ||
-        s.model->memory.handle_at(at, &found) == 0) {
-      return CUDA_ERROR_INVALID_VALUE;
-    }
-    if (!s.has_device(location->id)) return CUDA_ERROR_INVALID_DEVICE;
-    *access = found;
+    // Others are not simulated.
+    if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) return CUDA_ERROR_NOT_SUPPORTED;
+    if (!has_device_pointer(s, at)) return CUDA_ERROR_INVALID_VALUE;
+    *static_cast<CUdeviceptr*>(value) = at;
     return CUDA_SUCCESS;
   });
 }

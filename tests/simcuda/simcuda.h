@@ -61,6 +61,8 @@ typedef struct {
   uint64_t objects;   // cuUserObjectCreate, and references left
 } SimcudaLeaks;
 SimcudaLeaks simcuda_leaks(void);
+// Of what there is how many, until the thread asks again; empty where there is nothing.
+const char* simcuda_describe(const SimcudaLeaks* left);
 // Another takes so many bytes of a device, as PyTorch does for the results of its operations, or
 // gives them back, below 0. Returns a CUresult.
 int simcuda_take_memory(int device, int64_t bytes);

@@ -90,6 +90,12 @@ SIMCUDA_EXPORT SimcudaLeaks simcuda_leaks(void) {
   return sim().leaks();
 }
 
+SIMCUDA_EXPORT const char* simcuda_describe(const SimcudaLeaks* left) {
+  thread_local std::string text;
+  text = simcuda::describe(*left);
+  return text.c_str();
+}
+
 SIMCUDA_EXPORT uint64_t simcuda_free_memory(int device) {
   std::lock_guard lock(sim().mutex);
   return sim().free_memory(device);

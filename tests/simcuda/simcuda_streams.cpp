@@ -274,22 +274,6 @@ SIMCUDA_ENTRY(cuEventQuery)(CUevent event) {
   });
 }
 
-SIMCUDA_ENTRY(cuEventSynchronize)(CUevent event) {
-  return simcuda::answer_waiting("cuEventSynchronize", Needs::context, During::no_capture,
-                                 [&](Sim& s, std::unique_lock<std::mutex>& lock) {
-                                   const auto* const it = s.model->streams.find(event);
-                                   if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                                   const CUresult code =
-                                       refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
-                                   if (code != CUDA_SUCCESS || it->point.reached()) return code;
-                                   const SimStreams::Point point = it->point;
-                                   return simcuda::wait_until(s, point.stream->context, lock, [&] {
-                                     s.model->streams.run();
-                                     return point.reached();
-                                   });
-                                 });
-}
-
 SIMCUDA_ENTRY(cuStreamIsCapturing)(CUstream stream, CUstreamCaptureStatus* status) {
   return answer("cuStreamIsCapturing", Needs::context, During::any_capture, [&](Sim& s) {
     std::shared_ptr<simcuda::Capture> capture;
@@ -302,14 +286,13 @@ SIMCUDA_ENTRY(cuStreamGetCaptureInfo_v2)(CUstream stream, CUstreamCaptureStatus*
                                          const CUgraphNode** dependencies,
                                          size_t* dependency_count) {
   return answer("cuStreamGetCaptureInfo", Needs::context, During::any_capture, [&](Sim& s) {
-    // Nodes are not simulated.
-    if (dependencies != nullptr || dependency_count != nullptr) {
+    // Neither nodes nor the numbers of captures are simulated.
+    if (id != nullptr || dependencies != nullptr || dependency_count != nullptr) {
       return CUDA_ERROR_NOT_SUPPORTED;
     }
     std::shared_ptr<simcuda::Capture> capture;
     const CUresult code = find_capture(s, stream, status, &capture);
     if (code != CUDA_SUCCESS || *status != CU_STREAM_CAPTURE_STATUS_ACTIVE) return code;
-    if (id != nullptr) *id = capture->id;
     if (graph != nullptr) *graph = capture->graph;
     return CUDA_SUCCESS;
   });
