@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from support import ROOT
 
 CPP = sorted(ROOT.glob("csrc/*/*.h")) + sorted(ROOT.glob("csrc/*/*.cpp"))
 CORE_PYTHON = sorted(ROOT.glob("vtensor/**/*.py"))

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 import vtensor
+from support import ROOT
 
-ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
 from benchmarks import BENCHMARKS, __main__, harness  # noqa: E402

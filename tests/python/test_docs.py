@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from support import run_snippet
+from support import ROOT, run_snippet
 from vtensor import errors
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TEXTS = sorted(
     [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "csrc" / "DESIGN.md", *ROOT.glob("integrations/**/*.md")]

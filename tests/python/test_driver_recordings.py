@@ -10,14 +10,12 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 
 import pytest
 
 from cuda_support import device, load_simulated_libcuda, needs_simcuda
-from support import simcuda_control
+from support import ROOT, simcuda_control
 
-ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")

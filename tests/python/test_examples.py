@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support import run_snippet
+from support import ROOT, run_snippet
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS = {"decode_loop": ["tqdm"], "exploration": ["matplotlib", "hypothesis"], "watch": ["matplotlib"]}
 

@@ -22,9 +22,8 @@ import torch
 
 import vtensor
 from cuda_support import device, load_simulated_libcuda, needs_simcuda, with_libcuda
-from support import simcuda_control, simcuda_library
+from support import ROOT, simcuda_control, simcuda_library
 
-ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")

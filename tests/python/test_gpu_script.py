@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu.sh"
+from support import ROOT
+
+SCRIPT = ROOT / "scripts" / "gpu.sh"
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
   *"pip install"*) said="build" ;;

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from vtensor.integrations.vllm import TESTED
 
-from support import import_beside, run_program
+from support import ROOT, import_beside, run_program
 from vtensor import _core
 
-ROOT = Path(__file__).parents[2]
 IMPORT_LIMIT_MS = 60  # of CPU time, that `import vtensor` adds to `import torch`
 IMPORT_RUNS = 5  # other work on the machine only adds: one quiet run is enough
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import vtensor
+from support import ROOT
 
-ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 GIT = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
 

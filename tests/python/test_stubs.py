@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from support import run_program
+from support import ROOT, run_program
 
-GOLDEN = Path(__file__).parents[2] / "vtensor" / "_core.pyi"
+GOLDEN = ROOT / "vtensor" / "_core.pyi"
 
 
 def test_stub_describes_the_extension(tmp_path: Path) -> None:

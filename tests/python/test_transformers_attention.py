@@ -15,9 +15,7 @@ from vtensor.integrations.transformers import VTensorCache, register_attention, 
 
 import fake_flash
 from model_zoo import MODELS, make
-from tiny_models import before, one_thread, prompt, run  # noqa: F401
-
-GREEDY = {"do_sample": False, "max_new_tokens": 20}
+from tiny_models import GREEDY, before, one_thread, prompt, run  # noqa: F401
 
 
 class Kernel:

@@ -16,9 +16,8 @@ pytest.importorskip("transformers")
 from vtensor.integrations.transformers import VTensorCache
 
 from model_zoo import make
-from tiny_models import assert_same_content, one_thread, prompt, states  # noqa: F401
+from tiny_models import GREEDY, assert_same_content, one_thread, prompt, states  # noqa: F401
 
-GREEDY = {"do_sample": False, "max_new_tokens": 20}
 ASSISTANCE = {"lookup": {"prompt_lookup_num_tokens": 10}, "assisted": {}}
 
 

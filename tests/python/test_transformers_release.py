@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,7 @@ from transformers import GenerationMixin, LlamaForCausalLM
 from vtensor.integrations.transformers import release
 from vtensor.integrations.transformers.release import CACHE, OLDEST
 
-from support import import_beside
-
-ROOT = Path(__file__).parents[2]
+from support import ROOT, import_beside
 
 
 def test_it_is_the_one_that_is_declared():
