@@ -253,6 +253,10 @@ def memfd_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:")
 
 
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def memfds() -> int:
     """Open file descriptors that are memfds."""
     count = 0

@@ -242,9 +242,9 @@ def state():
     pages = [[(r.page_id, r.shared, r.state) for r in x.pages()] for x in (t, parent_of, arena)]
     return stats, mappings, pages
 assert contents()
-before, files = state(), len(os.listdir("/proc/self/fd"))
+before, files = state(), open_files()
 children = [paused() for _ in range(3)]
-assert len(os.listdir("/proc/self/fd")) == files + 3  # the test's own ends
+assert open_files() == files + 3  # the test's own ends
 assert state() == before, (state(), before)
 t.fill_(5); flat[: 2 * pool.page_size] = 3; default.zero_(); key[slot, :20] = 4; orphan.fill_(7)
 assert state() == before, (state(), before)

@@ -33,7 +33,7 @@ from reader_process import (
     rows,
     write_and_die,
 )
-from support import eventually, open_pool, run_program, simcuda_library
+from support import eventually, open_files, open_pool, run_program, simcuda_library
 from vtensor import VTensor, sharing, testing
 from vtensor._base.units import byte_text
 from vtensor._pool import sleep as _sleep
@@ -473,12 +473,12 @@ def test_sharing_leaves_no_descriptor_and_no_file(pool, n):
         theirs.recv().close()
 
     share()
-    descriptors, shm = len(os.listdir("/proc/self/fd")), named_memory()
+    descriptors, shm = open_files(), named_memory()
     for _ in range(n):
         share()
     gc.collect()
     # Threads close some: multiprocessing's that sends, and the pool's that answers.
-    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    assert eventually(lambda: open_files() <= descriptors)
     assert named_memory() <= shm
 
 
@@ -546,11 +546,11 @@ def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
     else:
         os.close(of_memory)
         of_memory = os.memfd_create("cut")
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_files()
     mappings = len(open("/proc/self/maps").readlines())
     with pytest.raises(vtensor.InvalidArgument, match="cannot be read"):
         read(of_memory, of_range, words=words)
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 2
+    assert open_files() == descriptors - 2
     assert len(open("/proc/self/maps").readlines()) <= mappings
 
 
@@ -608,14 +608,11 @@ def test_handing_over_that_is_interrupted_leaves_no_descriptor(pool, monkeypatch
             os.close(descriptor)
         on_the_way.clear()
         # A device's writer closes its end by itself; a reader may wait for the collector.
-        eventually(lambda: descriptors() <= before or gc.collect() < 0)
-
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+        eventually(lambda: open_files() <= before or gc.collect() < 0)
 
     hand_over(None).close()
     gc.collect()
-    assert at_every_bytecode(setup=descriptors, operation=hand_over, check=check) > 50
+    assert at_every_bytecode(setup=open_files, operation=hand_over, check=check) > 50
 
 
 def test_each_refused_call_of_a_writer_leaves_it_as_it_was(pool):

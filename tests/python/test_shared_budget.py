@@ -27,7 +27,7 @@ import vtensor
 from kv_support import grown, lengths_with, make_cache
 from reader_process import Helper
 from scenes import Tensors
-from support import SOAK, beside, check_sums, eventually, leave_spare, open_pool, sometimes
+from support import SOAK, beside, check_sums, eventually, leave_spare, open_files, open_pool, sometimes
 from test_failing_calls import refuse_each
 from vtensor import _core, testing
 from vtensor.cli import top
@@ -478,7 +478,7 @@ def test_a_forked_child_is_no_pool_of_the_budget(name):
 
 
 def test_a_closed_pool_leaves_its_place_and_the_last_the_file(kind, name):
-    descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    descriptors, threads = open_files(), len(os.listdir("/proc/self/task"))
     one, other = (budgeted(name, kind=kind) for _ in range(2))
     pages(one, 20)
     assert len(survey(name)) == 2
@@ -486,7 +486,7 @@ def test_a_closed_pool_leaves_its_place_and_the_last_the_file(kind, name):
     assert len(survey(name)) == 1 and held(other) == (0, 0) and os.path.exists(path_of(name))
     other.close()
     assert not os.path.exists(path_of(name)) and survey(name) == []
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert open_files() <= descriptors
     eventually(lambda: len(os.listdir("/proc/self/task")) <= threads)  # what was joined may still be there
 
 

@@ -27,6 +27,7 @@ from support import (
     Finished,
     eventually,
     leave_spare,
+    open_files,
     open_pool,
     resident,
     run_program,
@@ -479,23 +480,19 @@ def test_two_threads_put_to_sleep_and_wake(scene):
 # --- folders -----------------------------------------------------------------------------------------------
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_two_sleeps_into_one_folder(scene, tmp_path):
     """Each has a file of its own, and a sleep of what sleeps already has none."""
-    before = descriptors()
+    before = open_files()
     scene.pool.sleep(tag="weights", contents=tmp_path)
     assert scene.pool.sleep(tag="kv", contents=tmp_path) > 0
     assert scene.pool.sleep(tag="kv", contents=tmp_path) == 0
     assert scene.pool.sleep(contents=tmp_path) > 0
     assert scene.pool.sleep(contents=tmp_path) == 0
-    assert list(tmp_path.iterdir()) == [] and descriptors() == before + 3
+    assert list(tmp_path.iterdir()) == [] and open_files() == before + 3
     scene.check_asleep()
     scene.pool.wake()
     scene.check()
-    assert descriptors() == before
+    assert open_files() == before
 
 
 def test_what_wakes_leaves_no_bytes_with_what_sleeps_on(pool_factory, kind, tmp_path):
@@ -504,12 +501,12 @@ def test_what_wakes_leaves_no_bytes_with_what_sleeps_on(pool_factory, kind, tmp_
     first = vtensor.zeros(PAGE, grow_dim=0, capacity=PAGE, dtype=torch.uint8, pool=pool, tag="first")
     filled(pool, PAGE, 1)
     second = filled(pool, 2 * PAGE, 2)
-    before = descriptors()
+    before = open_files()
     pool.sleep(tag="first", contents="host")
     for _ in range(3):
         pool.sleep(contents=tmp_path)
         pool.wake(tag="tensors")
-    assert descriptors() == before and len(pool._asleep) == 1
+    assert open_files() == before and len(pool._asleep) == 1
     pool.wake()
     assert second.eq(2).all() and first.eq(0).all()
 
@@ -556,12 +553,12 @@ def test_what_is_no_folder(scene, tmp_path):
 
 @pytest.mark.parametrize("folder", ["/proc", "/sys"])
 def test_a_folder_that_takes_no_file(scene, folder):
-    before = descriptors()
+    before = open_files()
     with pytest.raises(OSError, match=r"\[Pool.sleep\].*nothing fell asleep.*another folder") as refused:
         scene.pool.sleep(contents=folder)
     assert refused.value.errno in (errno.EACCES, errno.EPERM, errno.ENOENT, errno.EROFS)
     scene.check()
-    assert descriptors() == before
+    assert open_files() == before
 
 
 def run(program: str, **named: object) -> Finished:
@@ -582,12 +579,12 @@ def test_a_full_disk(tmp_path):
     done = run(
         """
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-before = len(os.listdir("/proc/self/fd"))
+before = open_files()
 try:
     pool.sleep(contents=folder)
 except OSError as error:
     print(error)
-assert t.eq(1).all() and len(os.listdir("/proc/self/fd")) == before
+assert t.eq(1).all() and open_files() == before
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 pool.sleep(contents=folder)
 pool.wake()
@@ -611,13 +608,13 @@ def test_a_killed_process_leaves_nothing(tmp_path, when):
 
 
 def test_a_collected_pool_leaves_nothing(pool_factory, kind, tmp_path):
-    before = descriptors()
+    before = open_files()
     pool = open_pool(kind, 64)
     t = filled(pool, 8 * PAGE, 1)
     pool.sleep(contents=tmp_path)
     del t, pool
     gc.collect()
-    eventually(lambda: descriptors() <= before)
+    eventually(lambda: open_files() <= before)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -631,7 +628,7 @@ import signal, random
 class Signal(Exception): pass
 def handler(*_): raise Signal
 signal.signal(signal.SIGALRM, handler)
-before, cut = len(os.listdir("/proc/self/fd")), 0
+before, cut = open_files(), 0
 for i in range(150):
     for change in (lambda: pool.sleep(contents=contents), pool.wake):
         try:
@@ -644,7 +641,7 @@ for i in range(150):
     pool.wake()
     assert t.eq(1).all(), i
     testing.check_invariants(pool)
-assert len(os.listdir("/proc/self/fd")) == before and cut > 20, cut
+assert open_files() == before and cut > 20, cut
 """,
         contents="host" if place == "host" else str(tmp_path),
     )
@@ -686,7 +683,7 @@ def test_a_file_that_cannot_be_read(scene, tmp_path):
 def test_closed_by_another_thread(kind, tmp_path, place):
     """The pool, or a tensor of it, while it falls asleep and wakes."""
     contents = "host" if place == "host" else tmp_path
-    before = descriptors()
+    before = open_files()
     for turn in range(12):
         pool = open_pool(kind, 1024)
         tensors = [filled(pool, 100 * PAGE, i) for i in range(8)]
@@ -710,7 +707,7 @@ def test_closed_by_another_thread(kind, tmp_path, place):
         tensors.clear()
         gc.collect()
         eventually(lambda pool=pool: pool.stats().pages_used == pool.stats().nbytes_asleep == 0)
-    assert descriptors() <= before + 2 and list(tmp_path.iterdir()) == []
+    assert open_files() <= before + 2 and list(tmp_path.iterdir()) == []
 
 
 def test_counts_say_asleep_once(scene):
