@@ -123,10 +123,10 @@ def test_a_sync_waits_for_what_a_shim_has_launched(make_pool, sim, monkeypatch):
         sim.kernel(stream, reader)
         t.truncate(0)
         t.pool.wait_idle()
-        reading = Beside(reader.sync)
-        assert reading.waits()
+        reading = beside(reader.sync)
+        assert waits(reading)
         sim.release(stream)
-        assert reading.ends() is True and reader.length == 0
+        assert reading.result(30) is True and reader.length == 0
     assert sim.illegal_accesses() == 0
 
 
@@ -150,10 +150,10 @@ def test_a_close_beside_a_sync_comes_after_it(make_pool, sim, monkeypatch):
     t.record_stream(stream)
     t.extend(500)
     sim.kernel(stream, t, writes=7)
-    syncing, closing = Beside(reader.sync), Beside(reader.close)
-    assert syncing.waits() and closing.waits()
+    syncing, closing = beside(reader.sync), beside(reader.close)
+    assert waits(syncing) and waits(closing)
     sim.release(stream)
-    assert syncing.ends() is True and closing.ends() is None
+    assert syncing.result(30) is True and closing.result(30) is None
     assert reader.closed
 
 

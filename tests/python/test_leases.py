@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -261,24 +262,19 @@ def test_a_lease_waits_for_a_tensor_that_moves(sim, stream_pool, moves):
     stream = sim.stream(held=True)
     t = filled(pool, 16)
     t.record_stream(stream)
-    leased = []
 
     def lease():
-        try:
-            with vtensor.lease(t, stream=stream):
-                leased.append(t.address)
-        except vtensor.Closed:
-            leased.append(0)
+        with suppress(vtensor.Closed), vtensor.lease(t, stream=stream):
+            return t.address
+        return 0
 
-    threads = [threading.Thread(target=moves, args=(t,)), threading.Thread(target=lease)]
-    threads[0].start()
-    assert not within(0.05, lambda: not threads[0].is_alive())
-    threads[1].start()
-    assert not within(0.05, lambda: leased)
+    moving = beside(moves, t)
+    assert not within(0.05, moving.done)
+    leasing = beside(lease)
+    assert not within(0.05, leasing.done)
     sim.release(stream)
-    for thread in threads:
-        thread.join()
-    assert leased == [t.address]
+    moving.result(30)
+    assert leasing.result(30) == t.address
     testing.check_invariants(pool)
 
 
