@@ -64,7 +64,13 @@ def pytest_configure(config):
         faulthandler.enable()
 
 
+def most_seconds(item) -> int:
+    marker = item.get_closest_marker("seconds")
+    return marker.args[0] if marker else TEST_SECONDS
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=most_seconds, reverse=True)  # so that no process waits for a long one at the end
     if not DEFAULT_POOLS:
         return
     exact = [item for item in items if item.get_closest_marker("exact")]
@@ -82,8 +88,7 @@ def pytest_collection_finish(session):
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
     """Ends a test that runs past its time: by an exception first, and if C code sits on it, for good."""
-    marker = item.get_closest_marker("seconds")
-    seconds = marker.args[0] if marker else TEST_SECONDS
+    seconds = most_seconds(item)
     if os.environ.get("VTENSOR_HYPOTHESIS") == "soak":
         seconds = 24 * 3600
 

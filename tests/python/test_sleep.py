@@ -565,6 +565,7 @@ def run(program: str, **named: object) -> Finished:
     """A program in a process of its own, with ``t``, 16 MiB of ones, in ``pool``."""
     begin = """
 import os, resource, sys, threading, time, torch, vtensor
+from support import open_files
 from vtensor import testing
 pool = vtensor.Pool("cpu", budget="64MiB", prefetch=0)
 t = vtensor.zeros((4 << 20,), grow_dim=0, capacity=4 << 20, pool=pool)
