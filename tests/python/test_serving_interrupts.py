@@ -169,6 +169,7 @@ def cut_completions(mix, *, abandoned: bool, stride: int, **options) -> set:
 
 
 @pytest.mark.thorough
+@pytest.mark.seconds(300)
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_an_iteration_can_be_completed_again_or_abandoned(abandoned):
     cut_completions(GROUPS, abandoned=abandoned, stride=every(2))
