@@ -70,7 +70,6 @@ def most_seconds(item) -> int:
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=most_seconds, reverse=True)  # so that no process waits for a long one at the end
     if not DEFAULT_POOLS:
         return
     exact = [item for item in items if item.get_closest_marker("exact")]
