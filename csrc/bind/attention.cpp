@@ -117,7 +117,7 @@ std::optional<std::vector<RowNeed>> Launch::needs(std::int64_t of_rows,
   return needed;
 }
 
-// The shape of a VTensor, and the dimension along which it grows.
+// A shape, and the dimension along which it grows.
 struct Grown {
   Numbers shape;
   std::size_t grow_dim;
@@ -125,7 +125,7 @@ struct Grown {
   std::int64_t length() const { return shape[grow_dim]; }
 };
 
-// Nothing of other objects than VTensors. Throws Closed.
+// Of a VTensor or a Reader; empty for other objects. Throws Closed.
 std::optional<Grown> grown_in(nb::handle object) {
   TorchBridge& torch = TorchBridge::get();
   if (torch.is_plain(object)) return {};

@@ -108,9 +108,17 @@ class Lease {
     std::vector<Generation*> held;
     held.reserve(cores_.size());
     try {
-      // In an operation of each: nothing moves the tensor's pages meanwhile.
-      for (const nb::object& core : cores_)
-        held.push_back(nb::cast<TensorCore&>(core).lease(stream_));
+      Caller caller{"lease"};
+      const PagePool* of = nullptr;  // torch is asked for its stream once a pool
+      for (const nb::object& core : cores_) {
+        TensorCore& tensor = nb::cast<TensorCore&>(core);
+        if (!tensor.closed() && tensor.buffer()->pool().get() != of) {
+          of = tensor.buffer()->pool().get();
+          caller = caller_of("lease", stream_, *tensor.buffer()->pool());
+        }
+        // An operation on each: nothing moves its pages meanwhile.
+        held.push_back(tensor.lease(caller));
+      }
     } catch (...) {
       begun_ = false;
       const ReleasedGil released;

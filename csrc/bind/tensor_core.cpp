@@ -450,9 +450,10 @@ void TensorCore::record_stream(Stream stream) {
   without_gil([&] { buffer_->use(operation.recorded()); });
 }
 
-Generation* TensorCore::lease(std::optional<Stream> stream) {
-  const SoleOperation operation(mutex_, buffer_, "lease", stream);
-  return without_gil([&] { return buffer_->lease(operation.caller()); });
+Generation* TensorCore::lease(const Caller& caller) {
+  const auto lock = mutex_.hold(caller.operation);
+  if (closed()) throw Closed("[", caller.operation, "] the tensor is closed: make a new one");
+  return without_gil([&] { return buffer_->lease(caller); });
 }
 
 void TensorCore::close(nb::handle self, std::optional<Stream> stream) {

@@ -92,9 +92,8 @@ class TensorCore {
   void wake(nb::handle self);
   // Records that work in `stream` uses the tensor. Its pages are unmapped only after that work.
   void record_stream(Stream stream);
-  // Holds the pages that the tensor has now for work that will be launched in `stream`; by default,
-  // in torch's current one.
-  Generation* lease(std::optional<Stream> stream);
+  // Holds the pages that the tensor has now for work that will be launched in the caller's stream.
+  Generation* lease(const Caller& caller);
 
   bool closed() const { return !buffer_; }
   bool asleep() const { return buffer_ && buffer_->asleep.load(std::memory_order_acquire) != 0; }

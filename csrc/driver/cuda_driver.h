@@ -99,7 +99,6 @@ class CudaDriver final : public Driver {
   void refuse_capture(const char* operation, Stream stream);
   FencePtr record(const char* operation, Stream stream);
   bool query(const char* operation, const Fence& fence);
-  void let_wait(const char* operation, Stream stream, const Fence& fence);
   bool side_ends(const char* operation, Deadline deadline);
   void close_streams();
 

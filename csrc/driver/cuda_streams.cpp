@@ -155,11 +155,7 @@ void CudaDriver::order(Stream stream, const Fence& fence) {
   if (cuda_fence(fence).passed.load(std::memory_order_acquire)) return;
   const PrimaryContext context(cuda_, "order");
   refuse_capture("order", stream);
-  let_wait("order", stream, fence);
-}
-
-void CudaDriver::let_wait(const char* operation, Stream stream, const Fence& fence) {
-  cuda_.require(operation, cuda_.cuStreamWaitEvent, handle_of(stream), cuda_fence(fence).event,
+  cuda_.require("order", cuda_.cuStreamWaitEvent, handle_of(stream), cuda_fence(fence).event,
                 CU_EVENT_WAIT_DEFAULT);
 }
 

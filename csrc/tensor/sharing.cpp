@@ -82,9 +82,10 @@ std::shared_ptr<Buffer> Buffer::share_rows(const Caller& caller, const RowShape&
       arrival.given = pages;
       child->range_.map(lock, arrival, caller.stream, false);
     };
-    const bool distinct =
-        std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) == rows.end();
-    if (moves && distinct && generations_.empty()) {
+    const auto repeats = [&rows] {
+      return std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) != rows.end();
+    };
+    if (moves && generations_.empty() && !repeats()) {
       map(is_writable, EntryState::writable);
       map(is_copy_on_write, EntryState::copy_on_write);
     } else {

@@ -10,6 +10,11 @@
 
 namespace vtensor {
 
+// A generation over all that a buffer's owner has.
+inline Generation* publish(Buffer& buffer) {
+  return buffer.publish(buffer.indices_of(buffer.positions()));
+}
+
 class Owner {
  public:
   Owner(const std::shared_ptr<PagePool>& pool, const Caller& caller, const RowShape& shape)

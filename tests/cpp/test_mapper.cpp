@@ -174,7 +174,7 @@ TEST_CASE("what ended while the lock was held is looked for before a refusal") {
   const auto pool = open_pool(8, {});
   const std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, 8, 0, false}, kCaller);
   buffer->grow(kCaller, {0, 8}, false);
-  Generation* const view = buffer->publish(buffer->indices_of(buffer->positions()));
+  Generation* const view = publish(*buffer);
   buffer->abandon();
   PoolLock lock(pool);
   pool->end_locked(view);  // as a deleter leaves it that finds the lock taken
@@ -302,7 +302,7 @@ TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped
   for (int i = 0; i < 100; ++i) {
     const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
     buffer->grow(kCaller, {0, 4}, false);
-    Generation* view = buffer->publish(buffer->indices_of(buffer->positions()));
+    Generation* view = publish(*buffer);
     buffer->grow(kCaller, {0, 16}, false);
     buffer->prepare(32);
     buffer->abandon();
@@ -375,7 +375,7 @@ TEST_CASE("pools of one budget give each other what they keep") {
     bool taken = true;
     try {
       buffer->grow(kCaller, {0, pages}, false);
-      pool->end_later(buffer->publish(buffer->indices_of(buffer->positions())));
+      pool->end_later(publish(*buffer));
     } catch (const OutOfPages&) {
       taken = false;  // the other thread has them just now
     }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "arena/arena.h"
+#include "cpp/owner.h"
 #include "cpp/slot_cache_bench.h"
 #include "heap/heap.h"
 #include "kv/slot_cache.h"
@@ -172,9 +173,7 @@ TEST_CASE_TEMPLATE("tensors", T, OnHost, OnSimulation) {
     };
   });
   each_allocation<T>("publish", [](Bench& bench) {
-    return [buffer = bench.buffer(40)] {
-      buffer->pool()->end(buffer->publish(buffer->indices_of(buffer->positions())));
-    };
+    return [buffer = bench.buffer(40)] { buffer->pool()->end(publish(*buffer)); };
   });
 }
 
@@ -526,16 +525,14 @@ TEST_CASE("a prompt of many units that the index has no memory for leaves none")
   const auto nothing = std::make_shared<PageSet>(pool, Interval{}, std::vector<Page*>{});
   const std::vector<Token> tokens(kUnits);
   PrefixIndex index(1);
-  const auto add = [&](std::size_t known) {
-    index.add(tokens, "salt", known, std::vector<Prefix>(kUnits - known, Prefix{nothing}));
-  };
-  std::vector<Prefix> pages(kUnits, Prefix{nothing});
+  const std::vector<Prefix> pages(kUnits, Prefix{nothing});
+  std::vector<Prefix> given = pages;
   allowed = 3 * kUnits;
-  CHECK_THROWS_AS(index.add(tokens, "salt", 0, std::move(pages)), std::bad_alloc);
+  CHECK_THROWS_AS(index.add(tokens, "salt", 0, std::move(given)), std::bad_alloc);
   allowed = -1;
   CHECK(index.size() == 0);
   CHECK(index.known(tokens, "salt") == 0);
-  add(0);
+  index.add(tokens, "salt", 0, pages);
   CHECK(index.known(tokens, "salt") == kUnits);
   CHECK(index.known(tokens, "") == 0);
 }

@@ -21,6 +21,7 @@
 #include "arena/arena.h"
 #include "base/errors.h"
 #include "cpp/hammered.h"
+#include "cpp/owner.h"
 #include "cpp/slot_cache_bench.h"
 #include "policy/page_pool.h"
 #include "policy/sleep.h"
@@ -140,9 +141,7 @@ class Rows final : public Subject {
     const bool copies = buffer_->pool()->traits().kernel_copies_on_write;
     if (!copies) buffer_->unshare(caller, {position, position + 1});
   }
-  Generation* publish() override {
-    return buffer_->publish(buffer_->indices_of(buffer_->positions()));
-  }
+  Generation* publish() override { return vtensor::publish(*buffer_); }
   std::unique_ptr<Subject> fork(const Caller& caller) override {
     constexpr std::size_t rows[] = {0, 1, 2};
     if (positions_.begin % (kPage / kItem) != 0) return nullptr;  // its positions begin at a page
@@ -650,7 +649,7 @@ TEST_CASE_TEMPLATE("what died asleep needs no memory, and nothing waits for it",
   One<T> one(40, {.prefetch = 4 * kPage});
   const std::shared_ptr<Buffer> other =
       Buffer::create(one.pool, {.rows = 1, .item_bytes = kPage, .capacity = 40}, kCaller);
-  Generation* const view = one.buffer->publish(one.buffer->indices_of(one.buffer->positions()));
+  Generation* const view = publish(*one.buffer);
   CHECK(one.sleep() == 40);
   other->grow(kCaller, {0, 40}, true);
   CHECK_THROWS_AS(one.wake(), OutOfPages);

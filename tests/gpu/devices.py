@@ -109,7 +109,7 @@ class Simulated:
             pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
         self._device = SimulatedDevice()
         self._device.configure("granularity", PAGE)
-        # As on a GPU, where whoever asks at once is told "not ready"; in tests/python events pass at once.
+        # Events pass late here, as on a GPU. In tests/python they pass at once.
         self._device.unseen_events(20)
 
     def pool(self, prefetch: int = 0, **options) -> vtensor.Pool:

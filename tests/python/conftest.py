@@ -64,11 +64,6 @@ def pytest_configure(config):
         faulthandler.enable()
 
 
-def most_seconds(item) -> int:
-    marker = item.get_closest_marker("seconds")
-    return marker.args[0] if marker else TEST_SECONDS
-
-
 def pytest_collection_modifyitems(config, items):
     if not DEFAULT_POOLS:
         return
@@ -87,7 +82,8 @@ def pytest_collection_finish(session):
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
     """Ends a test that runs past its time: by an exception first, and if C code sits on it, for good."""
-    seconds = most_seconds(item)
+    marker = item.get_closest_marker("seconds")
+    seconds = marker.args[0] if marker else TEST_SECONDS
     if os.environ.get("VTENSOR_HYPOTHESIS") == "soak":
         seconds = 24 * 3600
 

@@ -1,4 +1,4 @@
-"""Processes that do what the test tells them; one that reads what the test shows it.
+"""Processes that run the commands of a test; one that reads what the test shows it.
 
 Each is forked from a server that has imported torch and nothing else, so to vtensor it is one of
 its own.
@@ -97,7 +97,7 @@ def write_and_die(address: str, library: str, handles: int) -> None:
 
 
 class Helper:
-    """A process that makes a function of ``arguments``, and then does by it what it is told."""
+    """A process that calls ``make(*arguments)``, and then the function that it returns with each command."""
 
     patience: float | None = 60
 

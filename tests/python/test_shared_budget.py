@@ -87,7 +87,7 @@ def survey(name, patience=0.3):
 
 
 class Other(Helper):
-    """A process with a pool of the budget, that does what it is told."""
+    """A process with a pool of the budget, which runs the commands that it is sent."""
 
     patience = None
 
