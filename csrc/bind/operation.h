@@ -108,6 +108,12 @@ class SoleOperation {
       : lock_(mutex.hold(name)),
         pool_(pool_of(mutex, held, name)),
         caller_(caller_of(name, stream, pool_)) {}
+  // Of a caller whose stream is known.
+  template <typename Held>
+  SoleOperation(OperationMutex& mutex, const Held& held, const Caller& caller)
+      : lock_(mutex.hold(caller.operation)),
+        pool_(pool_of(mutex, held, caller.operation)),
+        caller_(caller) {}
 
   const Caller& caller() const { return caller_; }
   // The same for a record of the stream. Not as a named stream, which may end: it is used again

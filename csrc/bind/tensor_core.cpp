@@ -451,8 +451,7 @@ void TensorCore::record_stream(Stream stream) {
 }
 
 Generation* TensorCore::lease(const Caller& caller) {
-  const auto lock = mutex_.hold(caller.operation);
-  if (closed()) throw Closed("[", caller.operation, "] the tensor is closed: make a new one");
+  const SoleOperation operation(mutex_, buffer_, caller);
   return without_gil([&] { return buffer_->lease(caller); });
 }
 
