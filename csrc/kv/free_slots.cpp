@@ -7,15 +7,16 @@
 
 namespace vtensor {
 
-FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers), listed_as_(buffers.shape().slots) {
-  settling_.reserve(listed_as_.size());
-  for (std::size_t slot = 0; slot < listed_as_.size(); ++slot) list(slot, 0);
+FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers) {
+  const std::size_t slots = buffers.shape().slots;
+  settling_.reserve(slots);
+  for (std::size_t slot = 0; slot < slots; ++slot) ready_.insert({0, slot});
 }
 
 void FreeSlots::require(const Caller& caller, std::size_t n) const {
   if (has(n)) return;
   throw NoFreeSlot("[", caller.operation, "] need ", n, " free slots, ", count(), " of ",
-                   listed_as_.size(),
+                   buffers_.shape().slots,
                    " are: free(slot) one, or make the cache with a larger max_batch");
 }
 
@@ -37,11 +38,6 @@ FreeSlots::Fit FreeSlots::fit(std::size_t slot) const {
   return fit;
 }
 
-void FreeSlots::list(std::size_t slot, std::size_t cached) {
-  ready_.insert({cached, slot});
-  listed_as_[slot] = cached;
-}
-
 // Moves slots from settling_ to ready_ whose pages have left or are cached. Stops at 8 slots that
 // cannot move, so an alloc takes the same time however many slots there are.
 void FreeSlots::admit_settled() {
@@ -54,7 +50,7 @@ void FreeSlots::admit_settled() {
       --looks;
       continue;
     }
-    list(at, seen.cached);
+    ready_.insert({seen.cached, at});
     at = settling_.back();
     settling_.pop_back();
   }
@@ -67,7 +63,7 @@ bool FreeSlots::confirm(Ready::iterator listed, Fit& seen) {
   if (seen.ready && seen.cached == cached) return true;
   auto node = ready_.extract(listed);  // listing it anew takes no memory
   if (seen.ready) {
-    listed_as_[slot] = node.value().first = seen.cached;
+    node.value().first = seen.cached;
     ready_.insert(std::move(node));
   } else {
     add(slot);
@@ -82,7 +78,7 @@ FreeSlots::Choice FreeSlots::choose(std::size_t expected) {
     auto found = expected == 0 ? ready_.end() : ready_.lower_bound({expected, 0});
     if (found == ready_.end()) found = ready_.lower_bound({ready_.rbegin()->first, 0});
     Fit seen;
-    if (confirm(found, seen)) return found->second;
+    if (confirm(found, seen)) return *found;
   }
   return std::nullopt;
 }
@@ -97,7 +93,7 @@ FreeSlots::Choice FreeSlots::choose_empty(std::size_t pages) {
       listed = ready_.begin();
       continue;
     }
-    if (seen.before >= pages) return listed->second;
+    if (seen.before >= pages) return *listed;
     if (seen.cached != 0) break;
     ++listed;
   }
@@ -139,17 +135,17 @@ std::size_t FreeSlots::take(const Caller& caller, const std::function<Choice()>&
   require(caller, 1);
   const std::shared_ptr<PagePool>& pool = buffers_.pool();
   for (;;) {
-    Choice slot;
+    Choice choice;
     {
       PoolLock lock(pool);
       pool->reap();
-      slot = choose();
-      if (!slot) {
+      choice = choose();
+      if (!choice) {
         pool->await(lock, caller.operation, "the work that used the pages of a freed slot",
                     [&]() VT_LOCKED {
                       static_cast<void>(pool->settle_all(lock));
-                      slot = choose();
-                      if (slot || leaving()) return slot.has_value();
+                      choice = choose();
+                      if (choice || leaving()) return choice.has_value();
                       for (const std::size_t stays : settling_) {
                         if (refusal(stays)) std::rethrow_exception(refusal(stays));
                       }
@@ -157,9 +153,9 @@ std::size_t FreeSlots::take(const Caller& caller, const std::function<Choice()>&
                     });
       }
     }
-    if (!slot || !buffers_.place(caller, *slot)) continue;
-    ready_.erase({listed_as_[*slot], *slot});
-    return *slot;
+    if (!choice || !buffers_.place(caller, choice->second)) continue;
+    ready_.erase(*choice);
+    return choice->second;
   }
 }
 
@@ -171,8 +167,8 @@ std::size_t FreeSlots::take_empty(const Caller& caller, std::span<const std::siz
   const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
   return take(caller, [&]() VT_LOCKED -> Choice {
     for (;;) {
-      const Choice slot = choose_empty(most);
-      if (slot || leaving() || !evict_one()) return slot;
+      const Choice choice = choose_empty(most);
+      if (choice || leaving() || !evict_one()) return choice;
     }
   });
 }

@@ -46,12 +46,12 @@ class FreeSlots {
     std::size_t cached = 0;  // positions whose pages are cached, from position 0 on
     std::size_t before = 0;  // page indices before the first cached page, in every row group
   };
+  // Slots that can be taken, as (cached positions, slot). The positions may be out of date.
   using Ready = std::set<std::pair<std::size_t, std::size_t>>;
-  using Choice = std::optional<std::size_t>;
+  using Choice = std::optional<Ready::value_type>;
 
   std::size_t count() const { return ready_.size() + settling_.size(); }
   Fit fit(std::size_t slot) const VT_LOCKED;
-  void list(std::size_t slot, std::size_t cached);
   void admit_settled() VT_LOCKED;
   bool confirm(Ready::iterator listed, Fit& seen) VT_LOCKED;
   Choice choose(std::size_t expected) VT_LOCKED;
@@ -62,11 +62,9 @@ class FreeSlots {
   std::size_t take(const Caller& caller, const std::function<Choice()>& choose);
 
   SlotBuffers& buffers_;
-  // Slots that can be taken, as (cached positions, slot). The positions may be out of date.
   Ready ready_;
-  std::vector<std::size_t> listed_as_;  // for each slot in ready_: the positions it is listed under
-  std::vector<std::size_t> settling_;   // free slots whose pages are still leaving
-  std::size_t next_probe_ = 0;          // round-robin position in settling_
+  std::vector<std::size_t> settling_;  // free slots whose pages are still leaving
+  std::size_t next_probe_ = 0;         // round-robin position in settling_
 };
 
 }  // namespace vtensor
