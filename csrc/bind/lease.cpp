@@ -109,12 +109,12 @@ class Lease {
     held.reserve(cores_.size());
     try {
       Caller caller{"lease"};
-      const PagePool* of = nullptr;  // torch is asked for its stream once a pool
       for (const nb::object& core : cores_) {
         TensorCore& tensor = nb::cast<TensorCore&>(core);
-        if (!tensor.closed() && tensor.buffer()->pool().get() != of) {
-          of = tensor.buffer()->pool().get();
-          caller = caller_of("lease", stream_, *tensor.buffer()->pool());
+        if (!tensor.closed()) {  // torch and the driver are asked about the stream once a pool
+          const std::shared_ptr<PagePool>& pool = tensor.buffer()->pool();
+          if (held.empty() || held.back()->client->pool() != pool)
+            caller = caller_of("lease", stream_, *pool);
         }
         // An operation on each: nothing moves its pages meanwhile.
         held.push_back(tensor.lease(caller));

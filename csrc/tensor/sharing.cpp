@@ -82,10 +82,8 @@ std::shared_ptr<Buffer> Buffer::share_rows(const Caller& caller, const RowShape&
       arrival.given = pages;
       child->range_.map(lock, arrival, caller.stream, false);
     };
-    const auto repeats = [&rows] {
-      return std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) != rows.end();
-    };
-    if (moves && generations_.empty() && !repeats()) {
+    if (moves && generations_.empty() &&
+        std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) == rows.end()) {
       map(is_writable, EntryState::writable);
       map(is_copy_on_write, EntryState::copy_on_write);
     } else {
