@@ -312,6 +312,7 @@ class CacheCore {
    public:
     Operation(CacheCore& core, const char* name, std::optional<Stream> stream = {})
         : SoleOperation(core.mutex_, core.cache_, name, stream), cache_(*core.cache_) {
+      cache_.prefetch_shown();
       cache_.pool()->store().raise_if_broken();
       cache_.buffers().range(0)->raise_if_asleep(name);  // this buffer is asleep if the slots are
     }

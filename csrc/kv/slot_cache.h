@@ -130,6 +130,9 @@ class SlotCache {
   // Shows them the lengths as they are now: whole steps. A slot whose prefix is still to be mapped
   // or whose copies from host memory are under way has none. What shrinks is hidden at once.
   void show_lengths() noexcept;
+  void prefetch_shown() const noexcept {
+    if (shown_ != nullptr) shown_->prefetch_words();
+  }
   // Work in the caller's stream uses all slots. Requires: the stream outlives the cache.
   void use(const Caller& caller);
   // Frees every slot; the addresses are freed with the last view.
