@@ -226,6 +226,7 @@ SharedRange* SlotBuffers::share(const Caller& caller) {
 }
 
 void SlotBuffers::close_to_readers() noexcept {
+  const PoolLock lock(pool_);
   for (const std::shared_ptr<Buffer>& range : ranges_) {
     if (range->range().shared()) range->range().shared()->close();
   }

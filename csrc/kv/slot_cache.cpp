@@ -37,10 +37,10 @@ void SlotCache::share(const Caller& caller) {
 void SlotCache::show_lengths() noexcept {
   if (shown_ == nullptr) return;
   std::span<const std::int64_t> lengths = lengths_->all();
-  if (swaps_.any_arriving() || std::memchr(expects_.data(), true, expects_.size()) != nullptr) {
+  if (swaps_.any_absent() || std::memchr(expects_.data(), true, expects_.size()) != nullptr) {
     for (std::size_t slot = 0; slot < lengths.size(); ++slot)
       shown_lengths_[slot] = expects(slot) ? 0 : lengths[slot];
-    swaps_.hide_arriving(shown_lengths_);
+    swaps_.hide_absent(shown_lengths_);
     lengths = shown_lengths_;
   }
   shown_->set_words(0, lengths);
@@ -272,9 +272,12 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
 }
 
 bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths) {
-  const Ledger* const ledger = pool_->store().ledger();
-  return ledger != nullptr && ledger->balance().held_elsewhere != 0 &&
-         fits_now(caller, lengths, {}, true);
+  {
+    const PoolLock lock(pool_);
+    const Ledger* const ledger = pool_->store().ledger();
+    if (ledger == nullptr || ledger->balance().held_elsewhere == 0) return false;
+  }
+  return fits_now(caller, lengths, {}, true);
 }
 
 bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> lengths) {

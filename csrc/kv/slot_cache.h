@@ -127,8 +127,9 @@ class SlotCache {
   void swap_in(const Caller& caller, std::span<const std::size_t> slots, Bands bands = {});
   // Shows the pages and lengths to readers in other processes: see SlotBuffers::share.
   void share(const Caller& caller);
-  // Shows them the lengths as they are now: whole steps. A slot whose prefix is still to be mapped
-  // or whose copies from host memory are under way has none. What shrinks is hidden at once.
+  // Shows them the lengths as they are now: whole steps. A slot has none while its prefix is still
+  // to be mapped, or any of it is in host memory or being copied from there. What shrinks is hidden
+  // at once.
   void show_lengths() noexcept;
   void prefetch_shown() const noexcept {
     if (shown_ != nullptr) shown_->prefetch_words();

@@ -319,6 +319,13 @@ bool SlotSwaps::is_away(std::size_t slot, std::optional<std::size_t> layer) cons
   return std::any_of(away.begin(), away.end(), [](const Image* image) { return image != nullptr; });
 }
 
+void SlotSwaps::hide_absent(std::span<std::int64_t> lengths) const noexcept {
+  for (std::size_t slot = 0; slot < lengths.size(); ++slot) {
+    if (is_away(slot, std::nullopt)) lengths[slot] = 0;
+  }
+  for (const Arriving& copy : arriving_) lengths[copy.slot] = 0;
+}
+
 std::size_t SlotSwaps::shared_positions(std::size_t slot,
                                         std::unordered_set<const void*>& heads) const {
   const Image* const image = away_[slot].front();

@@ -49,12 +49,10 @@ class SlotSwaps {
   // A fence after the copies of a slot that `layer` waits for, or after all of them. Null if there
   // are none.
   FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
-  // Whether copies from host memory may be under way. `hide_arriving` sets the lengths of the slots
-  // that they are of to 0.
-  bool any_arriving() const noexcept { return !arriving_.empty(); }
-  void hide_arriving(std::span<std::int64_t> lengths) const noexcept {
-    for (const Arriving& copy : arriving_) lengths[copy.slot] = 0;
-  }
+  // Whether slots may be in host memory, whole or in part, or being copied from there.
+  // `hide_absent` sets the lengths of these slots to 0.
+  bool any_absent() const noexcept { return images_.size() != unused_ || !arriving_.empty(); }
+  void hide_absent(std::span<std::int64_t> lengths) const noexcept;
   // A fence after the copies of all slots that are coming back. Null if there are none.
   FencePtr arrivals();
   // Waits until the slot's copies from host memory have ended. Throws TimedOut.

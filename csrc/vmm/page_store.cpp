@@ -55,13 +55,13 @@ std::size_t PageStore::unused(std::size_t private_copies) const {
 }
 
 std::size_t PageStore::available() const {
-  std::size_t pages = unused();
+  std::size_t pages = std::min(left(), beside_reserve());
   if (ledger_ != nullptr) {
     const Ledger::Balance balance = ledger_->balance();
-    const std::size_t left = sub_sat(balance.room, balance.wanted_elsewhere);
-    pages = std::min(pages, covered() + in_pages(left));
+    const std::size_t room = sub_sat(balance.room, balance.wanted_elsewhere);
+    pages = std::min(pages, covered() + in_pages(room));
   }
-  return std::min(pages, beside_reserve());
+  return pages;
 }
 
 std::size_t PageStore::cover_available(std::size_t pages) {

@@ -67,7 +67,7 @@ class PageStore {
 
   // -- a budget that is shared; without one all pages are covered
 
-  Ledger* ledger() const { return ledger_; }
+  Ledger* ledger() const VT_LOCKED { return ledger_; }
   // Charges what `pages` more pages in use need beside all that is promised, and beside `spare`
   // free pages with memory. If the budget has less left, charges nothing and returns false. Throws
   // what Ledger::charge does.

@@ -28,20 +28,20 @@ constexpr char kRemedy[] = "close files or raise the limit on them (ulimit -n), 
 
 SharedRange::SharedRange(SharedRanges& all, const char* operation, Address base,
                          shared::Sizes sizes, Backed backed)
-    : all_(all), base_(base), sizes_(sizes) {
+    : all_(all), base_(base) {
   CallMeter& meter = all_.driver_.meter();
-  const std::size_t bytes = sizes_.file();
+  const std::size_t bytes = sizes.file();
   make_call(meter, operation, Call::memfd_create, EMFILE, "the memfd that readers see a range by",
             kRemedy, [&] { return file_.make("vtensor-shared", bytes); });
   make_call(meter, operation, Call::mmap, ENOMEM, "mapping that memfd", kRemedy,
             [&] { return file_.map(bytes, bytes); });
   if (const int error = file_.try_lock(&meter, shared::kWriterLife))
     throw refused(operation, Call::fcntl, error, "locking that memfd", kRemedy);
-  parts_ = {file_.at(), sizes_};
+  parts_ = {file_.at(), sizes};
   shared::Header& header = parts_.header();
   header.layout = shared::kLayout;
-  header.words = static_cast<std::uint32_t>(sizes_.words);
-  header.pages = sizes_.pages;
+  header.words = static_cast<std::uint32_t>(sizes.words);
+  header.pages = sizes.pages;
   const DriverTraits& traits = all_.driver_.traits();
   header.page_size = traits.page_size;
   if (all_.memory_ == FileId{}) {
@@ -74,13 +74,14 @@ void SharedRange::change(std::size_t n, std::uint64_t entry) noexcept {
 
 void SharedRange::came(std::size_t n, const Page* page) noexcept { change(n, page->handle + 1); }
 
-// Once the owner has left, the table stays: readers keep what they have.
-
+// Once the owner has left, an entry stays in the table of every version to come, and its page while
+// a reader lives: a reader keeps what it has.
 void SharedRange::went(std::size_t n, Page* page) noexcept {
   if (parts_.entry(n).load(std::memory_order_relaxed) == 0) return all_.store_.drop(page);
-  if (!closed()) change(n, 0);
+  const bool stays = closed();
+  if (!stays) change(n, 0);
   try {
-    kept_.push_back({page, version_ + 2});
+    kept_.push_back({page, stays ? std::numeric_limits<std::uint64_t>::max() : version_ + 2});
     all_.store_.count_in_page_sets(1);
     all_.keeps_ = true;
   } catch (const std::bad_alloc&) {

@@ -42,7 +42,7 @@ class SharedRange {
   void prefetch_words() const noexcept {
     constexpr std::size_t kWordsALine = 64 / sizeof(shared::Word);
     __builtin_prefetch(&parts_.header().words_version, 1);
-    for (std::size_t n = 0; n < sizes_.words; n += kWordsALine)
+    for (std::size_t n = 0; n < parts_.sizes.words; n += kWordsALine)
       __builtin_prefetch(&parts_.word(n), 1);
   }
   // The words from `first` on become `values`, as one change to readers; none if they are so
@@ -50,11 +50,11 @@ class SharedRange {
   void set_words(std::size_t first, std::span<const std::int64_t> values) noexcept;
 
   // Readers learn that the memory is away, or back.
-  void set_asleep(bool asleep) noexcept {
+  void set_asleep(bool asleep) noexcept VT_LOCKED {
     set_state(asleep ? shared::State::asleep : shared::State::open);
   }
   // Readers learn that the owner has left; they keep what they have.
-  void close() noexcept { set_state(shared::State::closed); }
+  void close() noexcept VT_LOCKED { set_state(shared::State::closed); }
   // Living readers.
   std::size_t readers() const;
   // An open file of its own over the shared file, for another process. The caller closes it.
@@ -65,12 +65,12 @@ class SharedRange {
 
   struct Kept {
     Page* page;
-    std::uint64_t version;  // of the table without it
+    std::uint64_t version;  // of the first table without it
   };
 
   SharedRange(SharedRanges& all, const char* operation, Address base, shared::Sizes sizes,
               Backed backed) VT_LOCKED;
-  void set_state(shared::State state) noexcept;
+  void set_state(shared::State state) noexcept VT_LOCKED;
   bool closed() const {
     return parts_.header().state.load(std::memory_order_relaxed) ==
            static_cast<std::uint64_t>(shared::State::closed);
@@ -83,7 +83,6 @@ class SharedRange {
 
   SharedRanges& all_;
   const Address base_;
-  const shared::Sizes sizes_;
   SharedFile file_;
   shared::Parts parts_{};
   std::uint64_t version_ VT_GUARDED = 2;  // of the table as published last; even

@@ -401,6 +401,31 @@ TEST_CASE("a reader holds the pages that it could not unmap") {  // I7
   CHECK(pool->counts().held_by_readers == 0);
 }
 
+// Its last pages leave together with the owner, in one change of the table.
+TEST_CASE("what a closed range shows stays while a reader lives") {  // I7
+  const auto pool = open_pool(false, 80, 0);
+  auto writer = std::make_unique<Writer>(pool, 'a');
+  writer->grow(16);
+  const std::size_t pages = pool->counts().used;
+  SharedFile range;
+  range.take(writer->open_range().take());
+  REQUIRE(range.map(shared::Sizes::kWords, shared::Sizes::kWords));
+  const shared::Parts parts{range.at(), {}};
+  {
+    const auto reader = writer->read();
+    CHECK(reader->sync(kCaller, true));
+    {
+      const PoolLock lock(pool);
+      writer->show_page_0_again();
+      writer.reset();
+    }
+    // As a sync that began before and copies the table now.
+    parts.place(0).held = parts.header().table_version.load();
+    CHECK(pool->counts().held_by_readers == pages);
+  }
+  CHECK(pool->counts().held_by_readers == 0);
+}
+
 TEST_CASE("a slot that is cut is shown shorter before its pages go") {
   SlotCache cache(open_pool(false, 16, 0), {1, kCapacity, 1, 0, {{1, kBytes, 0}}}, kCaller);
   cache.share(kCaller);

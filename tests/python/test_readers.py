@@ -795,3 +795,24 @@ def test_a_swapped_slot_has_no_tokens_until_it_is_whole_again(pool, other, idle)
     assert bool((other.layer(0, slot, 100)[0] == 3).all())
     other.close()
     cache.close()
+
+
+def test_a_slot_with_a_band_in_host_memory_has_no_tokens(pool, other):
+    """Its other bands are here, and its length is not 0."""
+    cache = make_cache(pool, max_batch=1, max_len=512, bands=2)
+    slot = cache.alloc()
+    assert cache.step([100])
+    for k, v in cache:
+        k[slot, :100], v[slot, :100] = 3, 3
+    other.receive(cache)
+    cache.swap_out([slot], bands=[0])
+    assert cache.lengths == [100]
+    other.sync()
+    assert other.lengths() == [0]
+    cache.swap_in([slot], bands=[0])
+    cache.wait(slot)
+    other.sync()
+    assert other.lengths() == [100]
+    assert bool((other.layer(0, slot, 100)[0] == 3).all())
+    other.close()
+    cache.close()
