@@ -217,7 +217,6 @@ class Pool(Closes, Drawn):
         # By id: a WeakSet would compare tensors by ==.
         self._tensors: weakref.WeakValueDictionary[int, _Tensor] = weakref.WeakValueDictionary()
         self._heaps: dict[str, Heap] = {}
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._asleep: list[Image] = []
         self._sleep_lock = threading.Lock()
         self._closed = False
@@ -481,7 +480,7 @@ class Pool(Closes, Drawn):
             core = self._open_core(operation)
             heap = self._heaps.get(tag)
             if heap is None:
-                heap = self._heaps[tag] = Heap(_core.HeapCore(core), Adopted(self._optimizers))
+                heap = self._heaps[tag] = Heap(_core.HeapCore(core), Adopted())
             return heap
 
     def _nbytes_by_tag(self) -> dict[str, int]:

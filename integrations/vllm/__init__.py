@@ -48,7 +48,7 @@ def register() -> None:
 def switched_on() -> bool:
     """Whether the environment asks for the plug-in."""
     named = "vtensor" in os.environ.get("VLLM_PLUGINS", "").split(",")
-    return named or os.environ.get("VTENSOR_VLLM", "0") not in ("", "0")
+    return named or os.environ.get("VTENSOR_VLLM", "0").lower() not in ("", "0", "false", "no", "off")
 
 
 def require_known(names: Iterable[str]) -> None:

@@ -153,6 +153,24 @@ def training(pool: vtensor.Pool) -> tuple[torch.nn.Module, torch.optim.Optimizer
     return model, optimizer
 
 
+def test_an_optimizer_does_not_step_on_weights_that_sleep_in_another_pool(pool):
+    model = torch.nn.Linear(20, 20)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    vtensor.adopt(model, pool)
+    step(model, optimizer)
+    with vtensor.Pool("cpu", budget=1 << 20) as other:
+        vtensor.adopt(optimizer, other, tag="optimizer")
+        pool.sleep(tag="weights", contents="host")
+        with pytest.raises(vtensor.Asleep, match=r"SGD.*wake"):
+            optimizer.step()
+        with pytest.raises(vtensor.Asleep, match="a parameter of the optimizer"):
+            vtensor.adopt(torch.optim.SGD(model.parameters(), 0.1), other, tag="optimizer")
+        pool.wake()
+        optimizer.step()
+        optimizer.state.clear()  # the optimizer itself is in a circle
+    pool.close()
+
+
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=False)
     model(torch.linspace(-1, 1, 60).view(3, 20)).square().sum().backward()
@@ -221,6 +239,9 @@ def test_what_sleeps_refuses_its_work(pool, tmp_path):
     vtensor.adopt(optimizer, pool, tag="optimizer")  # load_state_dict made other tensors
     pool.sleep(tag="optimizer", contents="host")
     assert refusals() == of_optimizer
+    pool.wake()
+    pool.sleep(tag="gradients", contents="host")
+    assert refusals() == ["step"]
     assert not any(module._forward_pre_hooks for module in model.modules())
     pool.wake()
     pool.sleep(tag="weights", contents="host")

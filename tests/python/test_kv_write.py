@@ -51,6 +51,17 @@ def test_a_batch_of_a_model_is_taken_as_it_is(cache):
         assert torch.equal(cache[1][1][slot, at], 2 * k[i, :, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2])
+def test_every_type_of_one_byte(pool, dtype):
+    """torch writes some of them to one place alone."""
+    with vtensor.KVCache(1, 2, 8, 2, 64, dtype, pool=pool) as cache:
+        slots = slots_of(cache, 3, 2)
+        k = torch.arange(80, dtype=torch.uint8).view(5, 2, 8).clamp(max=1).view(dtype)
+        cache.write(0, slots, [0, 0], k, k, counts=[3, 2])
+        seen = [cache[0][1][slot, :n].view(torch.uint8) for slot, n in zip(slots, (3, 2), strict=True)]
+        assert torch.equal(torch.cat(seen), k.view(torch.uint8))
+
+
 def test_v_of_a_cache_without_v(pool_factory):
     with make_cache(pool_factory("host", 400), "latent") as cache:
         (slot,) = slots_of(cache, 4)

@@ -59,6 +59,7 @@ def memory_of(config: SimpleNamespace, **options):
         ({"VTENSOR_VLLM": "1"}, True),
         ({"VTENSOR_VLLM": "0"}, False),
         ({"VTENSOR_VLLM": ""}, False),
+        ({"VTENSOR_VLLM": "False"}, False),
         ({"VLLM_PLUGINS": "lora,vtensor"}, True),
         ({"VLLM_PLUGINS": "lora"}, False),
         ({"VLLM_PLUGINS": ""}, False),

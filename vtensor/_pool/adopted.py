@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 
 import torch
@@ -19,21 +19,23 @@ from vtensor.errors import Asleep
 
 Owner = torch.nn.Module | torch.optim.Optimizer
 
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Those that were adopted. They also write to parameters, and read gradients, in other heaps and pools."""
+
 
 class Adopted:
-    """The modules that have tensors in one heap, the optimizers of all its pool, which also write to the
-    parameters of others, and their hooks while the heap sleeps."""
+    """The modules that have tensors in one heap, and the hooks of these and of all optimizers while the heap
+    sleeps."""
 
-    def __init__(self, optimizers: weakref.WeakSet[torch.optim.Optimizer]) -> None:
+    def __init__(self) -> None:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._optimizers = optimizers
         self._hooks: list[RemovableHandle] = []
 
     def add(self, owner: Owner) -> None:
         if isinstance(owner, torch.nn.Module):
             self._modules.add(owner)
         else:
-            self._optimizers.add(owner)
+            _optimizers.add(owner)
 
     def has(self, module: torch.nn.Module) -> bool:
         """Whether ``module``, or a module that it is a part of, is one of them."""
@@ -42,14 +44,15 @@ class Adopted:
     def refuse(self) -> None:
         """Has them raise Asleep if one of their tensors sleeps, until :meth:`let_go`."""
         modules = list(chain.from_iterable(module.modules() for module in members(self._modules)))
-        optimizers = members(self._optimizers)
+        optimizers = members(_optimizers)
+        steps = [optimizer.register_step_pre_hook for optimizer in optimizers]
         registers: list[Callable[..., RemovableHandle]] = []
         registers += [module.register_forward_pre_hook for module in modules]
-        registers += [optimizer.register_step_pre_hook for optimizer in optimizers]
         owners: list[Owner] = [*modules, *optimizers]
         for owner in owners:
             registers += owner.register_state_dict_pre_hook, owner.register_load_state_dict_pre_hook
         # No bytecode of ours comes between a hook and the record of it (I17).
+        self._hooks.extend(map(operator.call, steps, repeat(_refuse_step)))
         self._hooks.extend(map(operator.call, registers, repeat(_refuse)))
 
     def let_go(self) -> None:
@@ -59,12 +62,18 @@ class Adopted:
 
 
 def _refuse(owner: Owner, *arguments: object) -> None:
-    tensors: Iterator[torch.Tensor]
     if isinstance(owner, torch.nn.Module):
-        tensors = chain(owner.parameters(), owner.buffers())
+        _refuse_asleep(owner, chain(owner.parameters(), owner.buffers()))
     else:
-        parameters = (p for group in owner.param_groups for p in group["params"])
-        tensors = chain(parameters, (t for _, t in optimizer_state(owner)))
+        _refuse_asleep(owner, chain(parameters_of(owner), (t for _, t in optimizer_state(owner))))
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+    _refuse(optimizer)
+    _refuse_asleep(optimizer, (p.grad for p in parameters_of(optimizer) if p.grad is not None))
+
+
+def _refuse_asleep(owner: Owner, tensors: Iterable[torch.Tensor]) -> None:
     for t in tensors:
         if type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta:
             raise_if_asleep(type(owner).__name__, "its memory", t)
@@ -75,13 +84,16 @@ def raise_if_asleep(operation: str, what: str, t: torch.Tensor) -> None:
         raise Asleep(f"[{operation}] {what} is asleep: call wake() of its pool first")
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an optimizer's state that lie where their parameter does, and names for them.
 
     Others, such as Adam's step count for a parameter on a device, have to stay where they are.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, p in enumerate(parameters):
+    for i, p in enumerate(parameters_of(optimizer)):
         for name, value in optimizer.state.get(p, {}).items():
             if isinstance(value, torch.Tensor) and value.device == p.device:
                 yield f"{name} of parameter {i}", value

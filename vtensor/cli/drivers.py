@@ -81,7 +81,7 @@ _LIBRARIES = (
     ("FlashAttention 2", "flash_attn", "flash-attn", "pip install flash-attn --no-build-isolation"),
     ("FlashAttention 3", "flash_attn_interface", "flash-attn-3", "see docs/integrations/flash-attention.md"),
     ("FlashAttention 4", "flash_attn.cute", "flash-attn-4", "pip install flash-attn-4"),
-    ("transformers", "transformers", "transformers", "pip install 'transformers>=5'"),
+    ("transformers", "transformers", "transformers", "pip install 'transformers>=5.17'"),
 )
 
 
