@@ -163,8 +163,14 @@ def test_an_optimizer_does_not_step_on_weights_that_sleep_in_another_pool(pool):
         pool.sleep(tag="weights", contents="host")
         with pytest.raises(vtensor.Asleep, match=r"SGD.*wake"):
             optimizer.step()
+        late = torch.optim.SGD(model.parameters(), 0.1)
         with pytest.raises(vtensor.Asleep, match="a parameter of the optimizer"):
-            vtensor.adopt(torch.optim.SGD(model.parameters(), 0.1), other, tag="optimizer")
+            vtensor.adopt(late, other)
+        pool.wake()
+        vtensor.adopt([p.grad for p in model.parameters()], pool, tag="gradients")
+        pool.sleep(tag="gradients", contents="host")
+        with pytest.raises(vtensor.Asleep, match="or its gradient"):
+            vtensor.adopt(late, other)
         pool.wake()
         optimizer.step()
         optimizer.state.clear()  # the optimizer itself is in a circle

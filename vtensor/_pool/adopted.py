@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 
 import torch
@@ -63,29 +63,32 @@ class Adopted:
 
 def _refuse(owner: Owner, *arguments: object) -> None:
     if isinstance(owner, torch.nn.Module):
-        _refuse_asleep(owner, chain(owner.parameters(), owner.buffers()))
+        tensors = chain(owner.parameters(), owner.buffers())
     else:
-        _refuse_asleep(owner, chain(parameters_of(owner), (t for _, t in optimizer_state(owner))))
+        tensors = chain(_parameters(owner), (t for _, t in optimizer_state(owner)))
+    for t in tensors:
+        raise_if_asleep(type(owner).__name__, "its memory", t)
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-    _refuse(optimizer)
-    _refuse_asleep(optimizer, (p.grad for p in parameters_of(optimizer) if p.grad is not None))
+    raise_if_step_sleeps(type(optimizer).__name__, "its memory", optimizer)
 
 
-def _refuse_asleep(owner: Owner, tensors: Iterable[torch.Tensor]) -> None:
-    for t in tensors:
-        if type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta:
-            raise_if_asleep(type(owner).__name__, "its memory", t)
+def raise_if_step_sleeps(operation: str, what: str, optimizer: torch.optim.Optimizer) -> None:
+    """What a step reads and writes: parameters, their gradients, and the optimizer's state."""
+    gradients = (p.grad for p in _parameters(optimizer) if p.grad is not None)
+    for t in chain(_parameters(optimizer), gradients, (t for _, t in optimizer_state(optimizer))):
+        raise_if_asleep(operation, what, t)
 
 
 def raise_if_asleep(operation: str, what: str, t: torch.Tensor) -> None:
-    if _core.is_asleep(t.untyped_storage().data_ptr()):
+    plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta
+    if plain and _core.is_asleep(t.untyped_storage().data_ptr()):
         raise Asleep(f"[{operation}] {what} is asleep: call wake() of its pool first")
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -93,7 +96,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tor
 
     Others, such as Adam's step count for a parameter on a device, have to stay where they are.
     """
-    for i, p in enumerate(parameters_of(optimizer)):
+    for i, p in enumerate(_parameters(optimizer)):
         for name, value in optimizer.state.get(p, {}).items():
             if isinstance(value, torch.Tensor) and value.device == p.device:
                 yield f"{name} of parameter {i}", value

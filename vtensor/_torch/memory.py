@@ -14,7 +14,7 @@ from vtensor import _core
 from vtensor._base.arguments import of_type, tag_of
 from vtensor._base.terminal import Progress
 from vtensor._base.torch_modes import whole_storage, without_modes
-from vtensor._pool.adopted import optimizer_state, parameters_of, raise_if_asleep
+from vtensor._pool.adopted import optimizer_state, raise_if_asleep, raise_if_step_sleeps
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Heap, Pool, default_pool, open_pools
 from vtensor.tensor import VTensor
@@ -112,8 +112,8 @@ def adopt(
     Raises:
         InvalidArgument: a tensor on the meta device, in shared memory, sparse, quantized, made in inference
             mode, lazily conjugated or negated, or of a class other than ``Parameter`` and ``Tensor``.
-        Asleep: a tensor, or a parameter of the optimizer, lies in memory that sleeps; or the memory of this
-            tag does.
+        Asleep: a tensor lies in memory that sleeps, or what the optimizer's step reads; or the memory of
+            this tag sleeps.
         OutOfPages: the pool has no memory for all of it.
         DriverError: the driver refuses a call.
         Closed: the pool is closed. In all cases everything is as before.
@@ -166,9 +166,8 @@ def _key(t: torch.Tensor) -> int:
 def _tensors_of(what: object) -> list[torch.Tensor]:
     """Each tensor once, after a check that it can be moved."""
     found: dict[int, torch.Tensor] = {}
-    if isinstance(what, torch.optim.Optimizer):  # its step is refused from a sleep on that begins later
-        for p in parameters_of(what):
-            raise_if_asleep("adopt", "a parameter of the optimizer", p)
+    if isinstance(what, torch.optim.Optimizer):  # a sleep that has begun does not refuse its step
+        raise_if_step_sleeps("adopt", "a parameter of the optimizer, or its gradient,", what)
     for name, t in _named(what):
         if reason := _unfit(t):
             raise InvalidArgument(f"[adopt] {name} {reason}; nothing was moved")
