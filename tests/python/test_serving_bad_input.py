@@ -88,3 +88,20 @@ def test_what_the_model_cannot_compute_is_not_queued(cache):
     with pytest.raises(InvalidArgument, match="too large"):
         engine.submit(Request("large", [10], 2))
     assert list(engine.run([GOOD[0]])) == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (Request("bad", [1] * 80, 6), "max_len is 64"),
+        (Request("bad", 8, 6), "is a number"),
+        (Request("good", [3] * 8, 6), "two requests have the id 'good'"),
+        ("bad", "request is a str"),
+    ],
+)
+def test_a_run_with_a_refused_request_queues_none_of_them(cache, bad, reason):
+    engine = Engine(Scheduler(cache), FakeModel(Store(cache)), choose)
+    with pytest.raises(InvalidArgument, match=reason):
+        engine.run([GOOD[0], bad])
+    assert not engine.unfinished
+    assert set(engine.run(GOOD)) == {"good", "fork"}

@@ -67,6 +67,10 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises InvalidArgument as ``Scheduler.add`` does, for a prompt without tokens,
         and for what the model cannot compute."""
+        self._check(request)
+        self.scheduler.add(request)
+
+    def _check(self, request: Request) -> None:
         if isinstance(request, Request):
             if isinstance(request.prompt, int):
                 raise InvalidArgument(
@@ -76,7 +80,7 @@ class Engine:
             check = getattr(self.forward, "check", None)
             if check is not None:
                 check(request)
-        self.scheduler.add(request)
+        self.scheduler.check(request)
 
     def cancel(self, request_id: abc.Hashable) -> None:
         """Ends a request. The next step returns its tokens so far.
@@ -107,14 +111,23 @@ class Engine:
         self, requests: abc.Iterable[Request] = (), *, progress: bool | None = None
     ) -> dict[abc.Hashable, Completion]:
         """Submits requests and iterates until none is left. Returns their completions by id, and those of an
-        earlier run that was interrupted.
+        earlier run that was interrupted. Raises InvalidArgument as ``submit`` does, before it submits any.
 
         Args:
             progress: whether to print progress to stderr once a second has passed; unless given, if stderr is
                 a terminal.
         """
+        requests = list(requests)
+        ids: set[abc.Hashable] = set()
         for request in requests:
-            self.submit(request)
+            self._check(request)
+            if request.id in ids:
+                raise InvalidArgument(
+                    f"[Engine.run] two requests have the id {request.id!r}: choose another id for one"
+                )
+            ids.add(request.id)
+        for request in requests:
+            self.scheduler.add(request)
         with Progress(progress) as show:
             while self.scheduler.unfinished or self.scheduler.unreported:
                 self._iterate()

@@ -116,12 +116,7 @@ class Scheduler:
 
         Raises InvalidArgument if its id is taken, or if the cache's slots are too small or too few for it.
         """
-        of_type("Scheduler.add", "request", request, Request)
-        if self._books.held(request.id) is not None:
-            raise InvalidArgument(
-                f"[Scheduler.add] request {request.id!r} is there already: choose another id"
-            )
-        check_fits("Scheduler.add", request, self.cache)
+        self.check(request)
         group = SampleGroup(request, self._arrivals, self._clock())
         commit(
             [
@@ -131,6 +126,15 @@ class Scheduler:
             ]
         )
         return group
+
+    def check(self, request: Request) -> None:
+        """Raises as ``add`` does, and queues nothing."""
+        of_type("Scheduler.add", "request", request, Request)
+        if self._books.held(request.id) is not None:
+            raise InvalidArgument(
+                f"[Scheduler.add] request {request.id!r} is there already: choose another id"
+            )
+        check_fits("Scheduler.add", request, self.cache)
 
     def cancel(self, request_id: abc.Hashable) -> None:
         """Drops a request and frees its slots. The next plan has it in ``cancelled``.
