@@ -76,15 +76,13 @@ def scaled_dot_product_attention(
         heads = query.shape[1]
         grouped = enable_gqa and heads != keys.shape[1]
         if not grouped or not query.is_cpu or queries != 1 or not _fits_one_query(mask, heads):
-            return functional.scaled_dot_product_attention(
-                query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=grouped
-            )
+            return _SDPA(query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=grouped)
         # With one query per head, the heads of a group become the queries of one head.
         batch, _, _, size = query.shape
         stacked = query.reshape(batch, keys.shape[1], -1, size)
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
             mask = mask.reshape(*mask.shape[:-3], keys.shape[1], -1, mask.shape[-1])
-        out = functional.scaled_dot_product_attention(stacked, keys, values, mask, dropout_p, scale=scale)
+        out = _SDPA(stacked, keys, values, mask, dropout_p, scale=scale)
         return out.reshape(batch, heads, 1, values.shape[-1])
 
 

@@ -30,10 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
         help="where to save it (%(default)s)",
     )
     options = parser.parse_args(arguments)
-    return _run(options)
-
-
-def _run(options: argparse.Namespace) -> int:
     settings = measure.QUICK if options.quick else measure.FULL
     start = time.perf_counter()
     model = make_llama(settings.layers, settings.vocab_size)

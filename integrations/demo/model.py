@@ -35,9 +35,11 @@ def read_tokens(count: int, vocab_size: int) -> torch.Tensor:
     return torch.tensor([ids[:count]])
 
 
-def make_config(layers: int, vocab_size: int) -> LlamaConfig:
-    """The attention of Llama 3.2 1B, with 32 query heads and 8 KV heads of 64. Everything else is small."""
-    return LlamaConfig(
+def make_llama(layers: int, vocab_size: int) -> LlamaForCausalLM:
+    """A Llama in float32, with seeded random weights. Its attention is that of Llama 3.2 1B, with 32 query
+    heads and 8 KV heads of 64. Everything else is small."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=512,
         intermediate_size=1024,
@@ -54,12 +56,7 @@ def make_config(layers: int, vocab_size: int) -> LlamaConfig:
         eos_token_id=None,  # never stops by itself
         pad_token_id=None,
     )
-
-
-def make_llama(layers: int, vocab_size: int) -> LlamaForCausalLM:
-    """A Llama of ``make_config`` in float32, with seeded random weights."""
-    torch.manual_seed(SEED)
-    return LlamaForCausalLM(make_config(layers, vocab_size)).eval()
+    return LlamaForCausalLM(config).eval()
 
 
 class PreallocatedLayer(DynamicLayer):

@@ -25,7 +25,6 @@ LINES = {  # color and label
     OURS: ("#00798c", OURS),
 }
 
-
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "cache": lambda row: row["cache"],
     "prefill s": lambda row: f"{row['prefill_seconds']:.1f}",
@@ -76,9 +75,8 @@ def save_picture(path: Path, runs: list[CacheRun], rows: list[Row], settings: Se
     axes = figure.subplot_mosaic([["pages", "pages"], ["memory", "generation"]], height_ratios=[1.25, 1])
     _draw_pages(axes["pages"], ours, settings)
     _draw_memory(axes["memory"], runs)
-    _draw_memory_of_generation(
-        axes["generation"], ours, settings, rows[0]["kv_needed"] // settings.final_length
-    )
+    token_bytes = rows[0]["kv_needed"] // settings.final_length
+    _draw_memory_of_generation(axes["generation"], ours, settings, token_bytes)
     for name in ("memory", "generation"):
         axes[name].set(xlabel="tokens in the cache", ylabel="MiB", axisbelow=True)
         axes[name].grid(axis="y", color="#eceff1")

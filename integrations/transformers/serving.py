@@ -7,9 +7,9 @@ model's own, is called for each sequence by itself, over plain views of its K an
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
@@ -25,17 +25,25 @@ from .release import CACHE
 __all__ = ["ServedModel", "serving_cache"]
 
 _OWN = ("sdpa", "eager")
-_LAYERS = {"full_attention", "sliding_attention"}
+_OWN_POSITIONS = "create_position_ids_from_input_ids"  # as RoBERTa's, which begin after the padding's id
 _names = count()
 
 
 def serving_cache(model: PreTrainedModel, max_batch: int, max_len: int, **options: Any) -> KVCache:
     """A cache of the model's shape, dtype and device. ``options``: as for ``KVCache``."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise _not_served(model, "has no heads of K and V")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     placed = {"dtype": model.dtype, "device": model.device}
     return KVCache(config.num_hidden_layers, heads, head_dim, max_batch, max_len, **placed | options)
+
+
+def _not_served(module: torch.nn.Module, reason: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"[ServedModel] {type(module).__name__} {reason}: the model is not served, call its generate()"
+    )
 
 
 class ServedModel(AbstractContextManager["ServedModel", None]):
@@ -54,7 +62,8 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         cache: a cache of the model's shape, made without ``windows``: prompts are computed in pieces, and a
             window would give back tokens that later pieces still need.
 
-    Raises InvalidArgument for another kind of model, and for a cache of another shape or with windows.
+    Raises InvalidArgument for another kind of model, and for a cache of another shape or with windows. What
+    shows only as the model computes, the first call refuses, before a token.
     """
 
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
@@ -70,12 +79,21 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
             raise InvalidArgument(
                 f"[ServedModel] attn_implementation is {self._own_name!r}: set the model to one of {_OWN}"
             )
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if config.is_encoder_decoder or not kinds <= _LAYERS:
-            raise InvalidArgument(
-                f"[ServedModel] a {type(model).__name__} with layers of {sorted(kinds)}: only decoders with "
-                "full or sliding-window attention are served"
-            )
+        kinds = set(getattr(config, "layer_types", None) or [])
+        if config.is_encoder_decoder or not kinds <= {"full_attention", "sliding_attention"}:
+            raise _not_served(model, f"has an encoder, or not just full or window attention: {sorted(kinds)}")
+        takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        if not takes_positions or any(hasattr(part, _OWN_POSITIONS) for part in model.modules()):
+            raise _not_served(model, "has positions of its own, which count on from request to request")
+        ropes = getattr(config, "rope_parameters", None) or {}
+        for rope in [ropes, *ropes.values()]:  # of all layers, or of each type of them
+            if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+                most = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+                if cache.max_len > most:
+                    raise InvalidArgument(
+                        f"[ServedModel] a request of more than {most} tokens changes the rotary frequencies "
+                        f"of all, and the cache has max_len={cache.max_len}: make it with max_len={most}"
+                    )
         if len(cache) != config.num_hidden_layers:
             raise InvalidArgument(
                 f"[ServedModel] the cache has {len(cache)} layers, the model {config.num_hidden_layers}: "
@@ -86,17 +104,20 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
                 "[ServedModel] the cache has layers with windows, which give back what later pieces of a "
                 "prompt still need: make it without windows="
             )
-        self._heads_first = cache._layout.layers[0][0].per_head
         self._states = _States(self)
-        self._plan = Plan()
-        self._slots: list[int] = []  # of the plan's work, and so on
-        self._starts: list[int] = []
-        self._counts: list[int] = []
         self._vocabulary: int = config.vocab_size
+        window = getattr(config, "sliding_window", None) or cache.max_len
+        self._narrow = window < cache.max_len and kinds != {"full_attention"}
         self._name = f"vtensor-served-{next(_names)}"
+        configs: list[Any] = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+        for one in configs:  # and those in it
+            configs += filter(None, (getattr(one, name, None) for name in one.sub_configs))
+        self._own_names = [(one, one._attn_implementation) for one in configs]
         try:
             AttentionInterface.register(self._name, self._attend)
             model.set_attn_implementation(self._name)
+            if config._attn_implementation != self._name:
+                raise _not_served(model, "does not attend through AttentionInterface")
         except BaseException:
             self.close()
             raise
@@ -113,15 +134,10 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """Computes the plan's work. Returns the logits at the end of each, [work, vocabulary]."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        last: list[int] = []
-        for sequence, start, stop in plan.work:
-            tokens += sequence.ids(start, stop)
-            positions += range(start, stop)
-            last.append(len(tokens) - 1)
+        tokens = [token for sequence, start, stop in plan.work for token in sequence.ids(start, stop)]
+        positions = [position for _, start, stop in plan.work for position in range(start, stop)]
         device = self.model.device
-        self._plan = plan
+        self._plan, self._attended = plan, 0
         self._slots = [sequence.slot or 0 for sequence, _, _ in plan.work]
         self._starts = [start for _, start, _ in plan.work]
         self._counts = [stop - start for _, start, stop in plan.work]
@@ -130,9 +146,11 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.tensor([positions], device=device),
                 use_cache=True,
-                logits_to_keep=torch.tensor(last, device=device),
+                logits_to_keep=torch.tensor(self._counts, device=device).cumsum(0) - 1,  # the last of each
                 **{CACHE: self._states},
             )
+        if self._attended != len(self.cache):  # other attention mixes the requests
+            raise _not_served(self.model, "does not attend through AttentionInterface once a layer")
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -140,12 +158,11 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         """Writes K and V of the plan's tokens, [1, heads, tokens, head_dim], to their slots."""
         for slot in self._plan.swapped_in:
             self.cache.wait(slot, layer)
-        for states, whole in zip((key, value), self.cache[layer], strict=True):
-            of_heads = slice(1, None, 2) if self._heads_first else slice(2, None)
-            if whole is None or states.shape[1::2] != whole.shape[of_heads]:
+        for states, whole in zip((key, value), self._heads_first(layer), strict=False):
+            if states.shape[1::2] != whole.shape[1::2]:
                 raise InvalidArgument(
                     f"[ServedModel] K or V of layer {layer} are {tuple(states.shape)}, the cache has other "
-                    "heads: make it with serving_cache(model, ...)"
+                    "heads: make it with serving_cache(model, ...). If you did, the model is not served"
                 )
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
         self.cache.write(layer, self._slots, self._starts, k, v, counts=self._counts)
@@ -159,43 +176,40 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        if key is not self._states.key:
+        (k, v), self._states.last = self._states.last, (None, None)
+        if key is not k or value is not v:
             raise InvalidArgument(
-                f"[ServedModel] {type(module).__name__} does not attend to the K that it has cached: close() "
-                "the ServedModel before other uses of the model. If this is none, its attention is not served"
+                f"[ServedModel] {type(module).__name__} does not attend, once, to the K and V just cached: "
+                "close() the ServedModel before other uses of the model. If this is none, it is not served"
             )
-        own = self._own_attention(module)
+        source = sys.modules[type(module).__module__]
+        masks = hasattr(source, "create_sliding_window_causal_mask") and "sliding_window" not in options
+        if attention_mask is not None or (masks and self._narrow):
+            raise _not_served(module, "has its window, or more, in a mask of its own")
+        own = AttentionInterface().get(self._own_name, getattr(source, "eager_attention_forward", None))
+        if own is None:
+            raise InvalidArgument(
+                f"[ServedModel] {type(module).__name__} has no eager attention of the common form: set the "
+                "model to 'sdpa'"
+            )
+        self._attended += 1
         window = options.get("sliding_window")
-        whole = self.cache[module.layer_idx]  # type: ignore[index]
+        sides = self._heads_first(module.layer_idx)  # type: ignore[arg-type]
         outputs = []
         first = 0
         for sequence, start, stop in self._plan.work:
             new = stop - start
             begin = 0 if window is None else max(0, start + 1 - window)
-            k, v = (self._tokens(side, sequence.slot or 0, begin, stop) for side in whole)
+            k, v = (side[sequence.slot or 0, :, begin:stop][None] for side in sides)
             mask = self._mask(start - begin, new, window, query)
             outputs.append(own(module, query[:, :, first : first + new], k, v, mask, **options)[0])
             first += new
         return torch.cat(outputs, dim=1), None
 
-    def _tokens(self, side: torch.Tensor | None, slot: int, begin: int, stop: int) -> torch.Tensor:
-        """A view of a slot's K or V as attention takes it, [1, heads, tokens, head_dim]."""
-        assert side is not None
-        if self._heads_first:
-            return side[slot, :, begin:stop][None]
-        return side[slot, begin:stop].transpose(0, 1)[None]
-
-    def _own_attention(self, module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
-        if self._own_name != "eager":
-            attention: Callable[..., tuple[torch.Tensor, Any]] = AttentionInterface()[self._own_name]
-            return attention
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        if eager is None:
-            raise InvalidArgument(
-                f"[ServedModel] {type(module).__name__} has no eager attention of the common form: set the "
-                "model to 'sdpa'"
-            )
-        return eager  # type: ignore[no-any-return]
+    def _heads_first(self, layer: int) -> list[torch.Tensor]:
+        """K and V of a layer as attention takes them, [slots, heads, tokens, head_dim]."""
+        per_head = self.cache._layout.layers[0][0].per_head
+        return [side if per_head else side.transpose(1, 2) for side in self.cache[layer] if side is not None]
 
     def _mask(self, before: int, new: int, window: int | None, query: torch.Tensor) -> torch.Tensor | None:
         """The mask of ``new`` queries over the keys ``before`` them and their own. None if the model's own
@@ -203,11 +217,9 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         narrow = window is not None and before + new > window
         if new == 1 or (before == 0 and not narrow and self._own_name == "sdpa"):
             return None
-        rows = torch.arange(before, before + new, device=query.device)[:, None]
-        columns = torch.arange(before + new, device=query.device)[None]
-        seen = columns <= rows
+        seen = query.new_ones(new, before + new, dtype=torch.bool).tril(before)
         if window is not None:
-            seen &= columns > rows - window
+            seen = seen.triu(before - window + 1)
         if self._own_name == "sdpa":
             return seen[None, None]
         least = torch.finfo(query.dtype).min
@@ -215,8 +227,9 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
 
     def close(self) -> None:
         """Gives the model its own attention back."""
-        if self.model.config._attn_implementation == self._name:
-            self.model.set_attn_implementation(self._own_name)
+        for config, own_name in self._own_names:
+            if config._attn_implementation == self._name:
+                config._attn_implementation_internal = own_name  # not that of the configs in it
         AttentionInterface._global_mapping.pop(self._name, None)
 
     def __exit__(self, *exception: object) -> None:
@@ -229,7 +242,7 @@ class _States(Cache):
     def __init__(self, served: ServedModel) -> None:
         super().__init__(layers=[])
         self._served = weakref.proxy(served)  # else its cache would keep its memory until a collection
-        self.key: torch.Tensor | None = None  # the last one stored
+        self.last: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # not attended to yet
 
     def __len__(self) -> int:
         return len(self._served.cache)
@@ -238,5 +251,5 @@ class _States(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._served.store(key_states, value_states, layer_idx)
-        self.key = key_states
+        self.last = key_states, value_states
         return key_states, value_states

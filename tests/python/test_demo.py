@@ -91,7 +91,7 @@ def test_the_full_demo_reads_8000_tokens_of_a_real_text() -> None:
 def test_mapped_kv_is_at_most_2_percent_above_need_at_8k() -> None:
     settings = measure.FULL
     pool = vtensor.Pool("cpu", page_size=settings.page_size, prefetch=0)
-    config = model.make_config(settings.layers, settings.vocab_size)
+    config = model.make_llama(settings.layers, settings.vocab_size).config
     cache = VTensorCache(config, settings.max_len, pool)
     read, token = torch.zeros(1, 8, settings.prompt, 64), torch.zeros(1, 8, 1, 64)
     cache.update(read, read, 0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from contextlib import contextmanager
 
 import pytest
 import torch
+import transformers as hf
 from transformers import DynamicCache
 from vtensor.integrations.transformers.serving import ServedModel, serving_cache
 
@@ -18,6 +20,120 @@ from vtensor.serving import Engine, Request, SampleGroup, Scheduler, greedy
 
 MAX_LEN = 128
 TOKENS_A_PAGE = 16  # both layers in a page, float32
+PLAIN = {"num_key_value_heads": 4, "head_dim": 8}  # for models without such options
+BART = {
+    f"{part}_{name}": n
+    for part in ("encoder", "decoder")
+    for name, n in (("layers", 2), ("ffn_dim", 64), ("attention_heads", 4))
+}
+SCALES = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 100.0}
+
+# As in model_zoo.py.
+SERVED = MODELS | {
+    "Cohere": (hf.CohereForCausalLM, hf.CohereConfig, {"tie_word_embeddings": False}),
+    "GLM-4": (hf.Glm4ForCausalLM, hf.Glm4Config, {}),
+    "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, PLAIN),
+    "Phi": (hf.PhiForCausalLM, hf.PhiConfig, PLAIN),
+    "OPT": (
+        hf.OPTForCausalLM,
+        hf.OPTConfig,
+        PLAIN | {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 256},
+    ),
+}
+
+
+def one_layer_apart(config):
+    """A Llama one layer of which attends by itself."""
+    model = hf.LlamaForCausalLM(config)
+    model.model.layers[1].self_attn.config = copy.deepcopy(config)
+    return model
+
+
+# What a refusal says about a model.
+NOT_SERVED = {
+    "Llama, in a layer": (
+        one_layer_apart,
+        hf.LlamaConfig,
+        {},
+        "does not attend through AttentionInterface once a layer",
+    ),
+    "Falcon": (
+        hf.FalconForCausalLM,
+        lambda head_dim, **sizes: hf.FalconConfig(**sizes, num_kv_heads=4, new_decoder_architecture=True),
+        PLAIN,
+        "does not attend through AttentionInterface: .* call its generate",
+    ),
+    "GPT-Neo": (
+        hf.GPTNeoForCausalLM,
+        hf.GPTNeoConfig,
+        PLAIN | {"attention_types": [[["global"], 2]]},
+        "does not attend through AttentionInterface: ",
+    ),
+    "GPT": (
+        hf.OpenAIGPTLMHeadModel,
+        hf.OpenAIGPTConfig,
+        PLAIN,
+        "does not attend through AttentionInterface: ",
+    ),
+    "BLOOM": (hf.BloomForCausalLM, hf.BloomConfig, PLAIN, "has positions of its own"),
+    "BART's decoder": (
+        hf.BartForCausalLM,
+        hf.BartConfig,
+        PLAIN | BART | {"d_model": 32, "is_encoder_decoder": False},
+        "has positions of its own",
+    ),
+    "RoBERTa": (
+        hf.RobertaForCausalLM,
+        hf.RobertaConfig,
+        PLAIN | {"is_decoder": True},
+        "positions of its own",
+    ),
+    "Doge": (hf.DogeForCausalLM, hf.DogeConfig, {}, "DogeAttention has its window, or more, in a mask"),
+    "Phimoe with a window": (
+        hf.PhimoeForCausalLM,
+        hf.PhimoeConfig,
+        {"num_local_experts": 2, "sliding_window": 9},
+        "PhimoeAttention has its window, or more, in a mask",
+    ),
+    "Qwen2-MoE with a window": (
+        hf.Qwen2MoeForCausalLM,
+        hf.Qwen2MoeConfig,
+        {"num_experts": 4, "head_dim": 8, "sliding_window": 9, "use_sliding_window": True},
+        "Qwen2MoeAttention has its window, or more, in a mask",
+    ),
+    "DiffLlama": (
+        hf.DiffLlamaForCausalLM,
+        hf.DiffLlamaConfig,
+        {},
+        "DiffLlamaAttention does not attend, once, to the K and V just cached",
+    ),
+    "Phi-3 longrope": (
+        hf.Phi3ForCausalLM,
+        hf.Phi3Config,
+        {
+            "head_dim": 8,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": SCALES | {"rope_type": "longrope"},
+        },
+        "of more than 64 tokens changes .* make it with max_len=64",
+    ),
+    "Llama, dynamic": (
+        hf.LlamaForCausalLM,
+        hf.LlamaConfig,
+        {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+        "of more than 64 tokens changes .* make it with max_len=64",
+    ),
+    "DeepSeek-V3": (
+        *MODELS["DeepSeek-V3"],
+        "the cache has other heads: .* If you did, the model is not served",
+    ),
+    "Mamba": (
+        hf.MambaForCausalLM,
+        lambda **_: hf.MambaConfig(hidden_size=32, num_hidden_layers=2),
+        {},
+        "has no heads of K and V",
+    ),
+}
 
 
 def drawn(logits, sequence) -> int:
@@ -115,14 +231,19 @@ def test_samples_that_fork_and_are_swapped_get_their_own_tokens(monkeypatch):
     assert any(first != second for first, second in expected.values())
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Mistral", "Gemma 2", "Gemma 3", "GPT-2", "Phi-3", "Mixtral"])
-def test_models(name):
-    """Sliding windows, norms of K, soft caps, learned positions, fused projections, experts."""
-    kind, config, changes = MODELS[name]
+def model_of(kind, config, changes, attention=None):
     torch.manual_seed(3)
-    sizes = SIZES | changes
-    attention = "eager" if name == "Gemma 2" else "sdpa"
-    model = kind(config(**sizes, attn_implementation=attention)).eval()
+    return kind(config(**SIZES | changes, attn_implementation=attention)).eval()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen3", "Mistral", "Gemma 2", "Gemma 3", "GPT-2", "Phi-3", "Mixtral", "GPT-OSS", "Cohere", "GLM-4"]
+    + ["GPT-NeoX", "Phi", "OPT"],
+)
+def test_models(name):
+    """Sliding windows, norms of K, soft caps, learned positions, fused projections, experts, sinks."""
+    model = model_of(*SERVED[name], "eager" if name in ("Gemma 2", "GPT-OSS") else "sdpa")
     requests = mixed_requests()[:4]
     expected = {request.id: alone(model, request) for request in requests}
     assert any(len(r.prompt) + r.max_new_tokens > WINDOW + 1 for r in requests)
@@ -180,3 +301,67 @@ def test_what_is_not_served():
             model.set_attn_implementation("flex_attention")
             with pytest.raises(InvalidArgument, match="flex_attention"):
                 ServedModel(model, cache)
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_a_model_whose_tokens_would_be_others_is_refused(name):
+    """At once or in the first call, without a token, and the model has its own attention again."""
+    *parts, sentence = NOT_SERVED[name]
+    model = model_of(*parts)
+    before, _ = implementations(model), model(torch.tensor([[1, 2]]))
+    tokens = []
+    with open_pool("host", 40) as pool:
+        with pytest.raises(InvalidArgument, match=sentence):
+            with serving_cache(model, 2, MAX_LEN, pool=pool) as cache, ServedModel(model, cache) as served:
+                engine = Engine(Scheduler(cache), served, lambda logits, sequence: tokens.append(1) or 1)
+                for request in (Request("a", ids(9, 2), 3), Request("b", ids(20, 3), 3)):
+                    engine.submit(request)
+                try:
+                    engine.step()
+                finally:  # as any refused call: they are there, and leave no slot behind
+                    assert engine.unfinished == 2
+                    engine.cancel("a")
+                    engine.cancel("b")
+                    assert cache.stats().slots_free == 2
+    assert not tokens
+    assert implementations(model) == before
+    model(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize("name", ["Phi-3 longrope", "Llama, dynamic", "Phimoe with a window"])
+def test_what_depends_on_length_is_served_in_a_cache_that_is_as_short(name):
+    *parts, _ = NOT_SERVED[name]
+    model = model_of(*parts)
+    requests = [Request(0, ids(4, 2), 5), Request(1, ids(2, 3), 3)]
+    expected = {request.id: alone(model, request) for request in requests}
+    with (
+        open_pool("host", 40) as pool,
+        serving_cache(model, 2, 9 if "window" in name else 64, pool=pool) as cache,
+        ServedModel(model, cache) as served,
+    ):
+        done = Engine(Scheduler(cache), served).run(requests)
+    assert {id: completion.tokens for id, completion in done.items()} == expected
+
+
+def implementations(model):
+    """The attention of each part of a model."""
+    return [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
+
+
+def test_each_part_of_a_model_has_its_own_attention_again():
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.Gemma3Config(
+        text_config=SIZES | MODELS["Gemma 3"][2],
+        vision_config=vision | {"image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+        attn_implementation={"text_config": "sdpa", "vision_config": "eager"},
+    )
+    model = hf.Gemma3ForConditionalGeneration(config).eval()
+    before = implementations(model)
+    assert {"sdpa", "eager"} <= set(before)
+    request = Request(0, ids(9, 2), 6)
+    expected = alone(model, request)
+    with engine_for(model, pages=30) as engine:
+        assert "eager" not in implementations(model)
+        assert engine.run([request])[0].tokens == expected
+    assert implementations(model) == before
