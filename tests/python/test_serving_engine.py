@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from transformers import DynamicCache
+from vtensor.integrations.transformers.release import CACHE
 from vtensor.integrations.transformers.serving import ServedModel, serving_cache
 
 from model_zoo import MODELS, WINDOW
@@ -27,6 +28,7 @@ BART = {
     for name, n in (("layers", 2), ("ffn_dim", 64), ("attention_heads", 4))
 }
 SCALES = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 100.0}
+QWEN2_MOE = {"num_experts": 4, "head_dim": 8, "sliding_window": 9, "use_sliding_window": True}
 
 # As in model_zoo.py.
 SERVED = MODELS | {
@@ -34,6 +36,11 @@ SERVED = MODELS | {
     "GLM-4": (hf.Glm4ForCausalLM, hf.Glm4Config, {}),
     "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, PLAIN),
     "Phi": (hf.PhiForCausalLM, hf.PhiConfig, PLAIN),
+    "Qwen2-MoE": (  # no layer has the window
+        hf.Qwen2MoeForCausalLM,
+        hf.Qwen2MoeConfig,
+        QWEN2_MOE | {"layer_types": ["full_attention"] * 2},
+    ),
     "OPT": (
         hf.OPTForCausalLM,
         hf.OPTConfig,
@@ -46,6 +53,27 @@ def one_layer_apart(config):
     """A Llama one layer of which attends by itself."""
     model = hf.LlamaForCausalLM(config)
     model.model.layers[1].self_attn.config = copy.deepcopy(config)
+    return model
+
+
+class OtherValues:
+    """A cache that stores V, and gives attention another."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def update(self, *states, **others):
+        key, value = self.cache.update(*states, **others)
+        return key, 2 * value
+
+
+def other_values(config):
+    """A Llama that attends to other V than it has cached."""
+    model = hf.LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, given: (args, given | {CACHE: OtherValues(given[CACHE])}), with_kwargs=True
+        )
     return model
 
 
@@ -98,7 +126,7 @@ NOT_SERVED = {
     "Qwen2-MoE with a window": (
         hf.Qwen2MoeForCausalLM,
         hf.Qwen2MoeConfig,
-        {"num_experts": 4, "head_dim": 8, "sliding_window": 9, "use_sliding_window": True},
+        QWEN2_MOE,
         "Qwen2MoeAttention has its window, or more, in a mask",
     ),
     "DiffLlama": (
@@ -106,6 +134,12 @@ NOT_SERVED = {
         hf.DiffLlamaConfig,
         {},
         "DiffLlamaAttention does not attend, once, to the K and V just cached",
+    ),
+    "Llama, other V": (
+        other_values,
+        hf.LlamaConfig,
+        {},
+        "LlamaAttention does not attend, once, to the K and V just cached",
     ),
     "Phi-3 longrope": (
         hf.Phi3ForCausalLM,
@@ -239,7 +273,7 @@ def model_of(kind, config, changes, attention=None):
 @pytest.mark.parametrize(
     "name",
     ["Qwen3", "Mistral", "Gemma 2", "Gemma 3", "GPT-2", "Phi-3", "Mixtral", "GPT-OSS", "Cohere", "GLM-4"]
-    + ["GPT-NeoX", "Phi", "OPT"],
+    + ["GPT-NeoX", "Phi", "OPT", "Qwen2-MoE"],
 )
 def test_models(name):
     """Sliding windows, norms of K, soft caps, learned positions, fused projections, experts, sinks."""
