@@ -5,6 +5,7 @@ Follows ``transformers/cache_utils.py`` of transformers 5.23 (``Cache``, ``Dynam
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -61,6 +62,7 @@ class VTensorCache(DynamicCache):
     """
 
     layers: list[Any]
+    _whole: Any = staticmethod(lambda: None)  # or the reference of the TwoHalves of which it is a half
 
     def __init__(
         self,
@@ -145,6 +147,8 @@ class VTensorCache(DynamicCache):
         append: Any = super().update
         if torch.compiler.is_compiling():
             return append(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        if layer_idx == 0 and (whole := self._whole()) is not None:
+            whole.begin(self)
         new = key_states.shape[-2]
         try:
             if layer_idx >= len(self.layers):
@@ -191,19 +195,30 @@ class VTensorCache(DynamicCache):
 
     def _put_back(self, failed: int, new: int) -> None:
         """Drops a step of ``new`` tokens in the layers before the one that failed."""
-        changed = self.layers[:failed]
         if failed < len(self.layers):
-            if not isinstance(self.layers[failed], VTensorLayer):
-                return
             length = self.layers[failed].get_seq_length()
         else:
             length = self.get_seq_length() - new
-        if any(_cannot_go_back(layer) for layer in self.layers[: failed + 1]):
+        whole = self._whole()
+
+        def put_back() -> None:
+            self.keep(length, self.layers[: failed + 1])
+            if whole is not None:
+                whole.put_back(self)
+
+        finish(put_back)
+
+    def keep(self, length: int, layers: list[Any]) -> None:
+        """Keeps the first ``length`` tokens in some layers. Empties all if one of them cannot go back."""
+        if any(_cannot_go_back(layer) for layer in layers):
             self.reset()
             return
-        for layer in changed:
+        for layer in layers:
             if isinstance(layer, VTensorLayer) and layer.get_seq_length() > length:
                 layer.truncate(length)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_whole"}
 
     # ------------------------------------------------------------------ batches
 
@@ -250,6 +265,38 @@ class VTensorCache(DynamicCache):
         finish(super().reset)
 
 
+class TwoHalves(EncoderDecoderCache):
+    """An ``EncoderDecoderCache`` that a refused forward leaves as it was before, in both halves."""
+
+    # Of the forward in progress: tokens in the decoder's half, and which layers the encoder's half had.
+    _begun: tuple[int, dict[int, bool]] = (0, {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, VTensorCache):  # also one that T5Gemma puts in the place of the encoder's
+            value._whole = weakref.ref(self)
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def begin(self, half: VTensorCache) -> None:
+        """Notes what there is before the first layer of ``half`` is updated."""
+        if half is self.self_attention_cache:
+            self._begun = half.get_seq_length(), dict(self.is_updated)
+
+    def put_back(self, half: VTensorCache) -> None:
+        """Drops what this forward stored, after a layer of ``half`` refused and ``half`` dropped its part."""
+        length, before = self._begun
+        own = self.self_attention_cache
+        if own is not half:
+            own.keep(length, own.layers)
+        for number, updated in self.is_updated.items():
+            if updated and not before.get(number):
+                self.cross_attention_cache.layers[number].reset()
+                self.is_updated[number] = False
+
+
 def encoder_decoder_cache(
     config: PreTrainedConfig,
     max_len: int | None = None,
@@ -271,7 +318,7 @@ def encoder_decoder_cache(
         InvalidArgument: as for ``VTensorCache``.
     """
     own = VTensorCache(config, max_len, pool, compiled=compiled)
-    return EncoderDecoderCache(own, VTensorCache(config, None, pool, compiled=compiled))
+    return TwoHalves(own, VTensorCache(config, None, pool, compiled=compiled))
 
 
 def check_pool(asking: str, pool: object) -> None:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from vtensor import InvalidArgument, Pool
 
-from .cache import VTensorCache, check_pool, growing
+from .cache import TwoHalves, VTensorCache, check_pool, growing
 from .release import CACHE
 
 _METHOD = "_prepare_cache_for_generation"
@@ -93,5 +93,5 @@ def _growing(cache: Any, pool: Pool | None, compiled: bool) -> Any:
         return made
     if type(cache) is EncoderDecoderCache:
         halves = cache.self_attention_cache, cache.cross_attention_cache
-        return EncoderDecoderCache(*(_growing(half, pool, compiled) for half in halves))
+        return TwoHalves(*(_growing(half, pool, compiled) for half in halves))
     return cache

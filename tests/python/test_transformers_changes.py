@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ from vtensor.integrations.transformers import (
 )
 
 from interrupts import at_every_bytecode, place
-from tiny_models import one_thread, states  # noqa: F401
+from tiny_models import one_thread, pages_left, same, states  # noqa: F401
 
 BATCH, TOKENS, WINDOW = 3, 20, 8
 ORDER = torch.tensor([1, 1, 0])
@@ -77,14 +75,6 @@ def content(cache):
             of_layer += layer.has_previous_state.values()
         found.append(of_layer)
     return found
-
-
-def same(a, b):
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return (
-        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b
-    )
 
 
 CHANGES = {
@@ -144,13 +134,6 @@ CASES = {name: ((FULL, HYBRID, HYBRID_SLIDING), change) for name, change in CHAN
     "prepare a layer": ((FULL,), lambda cache: cache.layers[0].prepare(60)),
     "offload": ((FULL, HYBRID), offload),
 }
-
-
-@contextmanager
-def pages_left(pool, n):
-    nbytes = (pool.stats().pages_free - n) * pool.page_size
-    with vtensor.empty(nbytes, grow_dim=0, capacity=nbytes, dtype=torch.uint8, pool=pool):
-        yield
 
 
 def all_calls(pool):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import transformers
@@ -9,6 +11,8 @@ from packaging.version import Version
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from vtensor.integrations.sdpa import SingleStepView
 from vtensor.integrations.transformers import VTensorCache, VTensorLayer
+
+import vtensor
 
 VOCAB = 97
 SIZES = {
@@ -106,3 +110,20 @@ def filled(config, pool, batch=2, length=70, max_len=256):
         for cache in (ours, theirs):
             cache.update(*states(batch, length, seed=layer), layer)
     return ours, theirs
+
+
+@contextmanager
+def pages_left(pool, n):
+    """Leaves the pool ``n`` free pages."""
+    nbytes = (pool.stats().pages_free - n) * pool.page_size
+    with vtensor.empty(nbytes, grow_dim=0, capacity=nbytes, dtype=torch.uint8, pool=pool):
+        yield
+
+
+def same(a, b):
+    """Whether two values, or lists of values, are equal; tensors by their elements."""
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return (
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b
+    )

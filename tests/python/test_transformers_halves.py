@@ -1,0 +1,243 @@
+"""The two halves of a cache for encoder-decoder models: a refused forward changes neither."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from contextlib import contextmanager
+from itertools import count
+
+import pytest
+import torch
+
+import vtensor
+
+pytest.importorskip("transformers")
+
+import transformers as hf
+import vtensor.integrations.transformers.cache as module
+from vtensor.integrations.transformers import VTensorCache, VTensorLayer, encoder_decoder_cache, installed
+
+from interrupts import at_every_bytecode, place
+from model_zoo import halves, make
+from rare_models import make_rare
+from tiny_models import SIZES, one_thread, pages_left, prompt, same, states  # noqa: F401
+
+FEW = {"do_sample": False, "max_new_tokens": 6}
+LONG, SHORT = prompt(1, 200), prompt(1, 20, seed=8)
+
+
+def content(cache):
+    """What both halves hold, and what a model believes that the encoder's does."""
+    held = [
+        [(layer.get_seq_length(), *(x if x is None else x.clone() for x in (layer.keys, layer.values)))]
+        for half in halves(cache)
+        for layer in half.layers
+    ]
+    return [*held, dict(cache.is_updated)]
+
+
+def lengths(cache):
+    return [[layer.get_seq_length() for layer in half.layers] for half in halves(cache)]
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """A context manager in which the update of a layer after the next ``n`` is refused."""
+
+    @contextmanager
+    def refused(n, error=vtensor.OutOfPages):
+        update, calls = VTensorLayer.update, count()
+
+        def refuse(layer, *args, **kwargs):
+            if next(calls) == n:
+                raise error("[test] refused")
+            return update(layer, *args, **kwargs)
+
+        with monkeypatch.context() as patch, pytest.raises(error, match="test"):
+            patch.setattr(VTensorLayer, "update", refuse)
+            yield
+
+    return refused
+
+
+def is_empty(cache):
+    return not any(map(any, lengths(cache))) and not any(cache.is_updated.values())
+
+
+def generate(model, cache, ids, **options):
+    return model.generate(ids, past_key_values=cache, **FEW | options)
+
+
+@pytest.mark.parametrize("name", ["T5", "BART"])
+def test_a_refused_first_forward_leaves_both_halves_empty(pages, name):
+    """I8: whichever of K and V of whichever layer of either half the memory runs out in."""
+    model = make(name)
+    expected = model.generate(SHORT, **FEW)
+    cache = encoder_decoder_cache(model.config, 256, pages)
+    needed = 80 if name == "T5" else 48
+    for n in range(0, needed, 3):
+        with pytest.raises(vtensor.OutOfPages), pages_left(pages, n):
+            generate(model, cache, LONG)
+        assert is_empty(cache)
+        assert torch.equal(generate(model, cache, SHORT), expected)
+        cache.reset()
+    with pages_left(pages, needed):
+        generate(model, cache, LONG)
+
+
+@pytest.mark.parametrize("name", ["T5", "BART"])
+def test_a_refused_later_forward_leaves_the_encoders_half(pages, name):
+    model = make(name)
+    first, then = prompt(1, 1, seed=3), prompt(1, 140, seed=4)
+
+    def forward(cache, ids):
+        with torch.no_grad():
+            return model(SHORT, decoder_input_ids=ids, past_key_values=cache, use_cache=True).logits
+
+    fresh, cache = (encoder_decoder_cache(model.config, 256, pages) for _ in range(2))
+    for half in (fresh, cache):
+        forward(half, first)
+    expected, before = forward(fresh, then), content(cache)
+    for n in range(0, 16, 3):
+        with pytest.raises(vtensor.OutOfPages), pages_left(pages, n):
+            forward(cache, then)
+        assert same(content(cache), before) and all(cache.is_updated.values())
+    assert torch.equal(forward(cache, then), expected)
+
+
+def test_a_half_that_the_model_makes_itself(pages, refused):
+    """T5Gemma puts one of its own in the place of the encoder's, whenever that is empty."""
+    sizes = SIZES | {"sliding_window": 8}
+    config = hf.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=97, decoder_start_token_id=2)
+    for part in (config, config.encoder, config.decoder):
+        part.eos_token_id = None
+    model = hf.T5GemmaForConditionalGeneration(config).eval()
+    expected = model.generate(SHORT, **FEW)
+    cache = encoder_decoder_cache(config, 256, pages)
+    for n in range(4):
+        with refused(n):
+            generate(model, cache, SHORT)
+        assert is_empty(cache)
+        assert torch.equal(generate(model, cache, SHORT), expected)
+        cache.reset()
+
+
+def test_after_an_interrupted_forward_a_reset_is_enough(pages, refused):
+    """What comes from outside may leave the step in some layers."""
+    model = make("T5")
+    expected = model.generate(SHORT, **FEW)
+    cache = encoder_decoder_cache(model.config, 256, pages)
+    for n in range(4):
+        with refused(n, KeyboardInterrupt):
+            generate(model, cache, LONG)
+        cache.reset()
+        assert is_empty(cache)
+        assert torch.equal(generate(model, cache, SHORT), expected)
+        cache.reset()
+
+
+def test_a_half_that_is_no_encoders(pages):
+    """BLT keeps the K and V of its second decoder there, and marks no layer as updated."""
+    model = make_rare("BLT")
+    cache = encoder_decoder_cache(model.config, None, pages)
+
+    def forward(ids):
+        with torch.no_grad():
+            model(ids, past_key_values=cache, use_cache=True)
+
+    forward(prompt(1, 20))
+    before = content(cache)
+    for n in range(0, 40, 3):
+        with pytest.raises(vtensor.OutOfPages), pages_left(pages, n):
+            forward(prompt(1, 300))
+        assert same(content(cache), before)
+    with pages_left(pages, 40):
+        forward(prompt(1, 300))
+    assert lengths(cache) == [[320, 0], [320, 320]]
+
+
+@pytest.mark.parametrize("way", ["copied", "pickled", "installed"])
+def test_a_cache_made_otherwise(pages, refused, way):
+    """I6: a copy that is refused empties its own halves, and not those that it was copied from."""
+    model = make("BART")
+    expected = model.generate(SHORT, **FEW)
+    cache = encoder_decoder_cache(model.config, 256, pages)
+    generate(model, cache, LONG)
+    before = content(cache)
+    if way == "installed":
+        with installed(pages):
+            made = model.generate(LONG, **FEW, return_dict_in_generate=True).past_key_values
+    else:
+        made = copy.deepcopy(cache) if way == "copied" else pickle.loads(pickle.dumps(cache))
+    for n in range(4):
+        made.reset()
+        with refused(n):
+            generate(model, made, LONG)
+        assert is_empty(made)
+        assert torch.equal(generate(model, made, SHORT), expected)
+        assert same(content(cache), before)
+    made.reset()
+
+
+def test_a_half_copied_alone_is_a_plain_cache(pages):
+    model = make("BART")
+    cache = encoder_decoder_cache(model.config, 256, pages)
+    generate(model, cache, SHORT)
+    before = content(cache)
+    alone = copy.deepcopy(cache.cross_attention_cache)
+    with pytest.raises(vtensor.InvalidArgument):
+        alone.update(*states(3, 5), 1)
+    assert type(alone) is VTensorCache and same(content(cache), before)
+
+
+def test_memory_goes_with_the_last_reference(pages):
+    """I14: without a collection of garbage, and not before."""
+    cache = encoder_decoder_cache(make("BART").config, 256, pages)
+    for half in halves(cache):
+        half.update(*states(1, 5), 0)
+    own = cache.self_attention_cache
+    gc.collect()
+    gc.disable()
+    try:
+        used = pages.stats().pages_used
+        del half, cache
+        assert pages.stats().pages_used == used // 2
+        with pytest.raises(vtensor.InvalidArgument, match="layer 2"):
+            own.update(*states(1, 5), 2)
+        del own
+        assert pages.stats().pages_used == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_interrupted_refusal_is_whole(pages, failing):
+    """I17: the step is dropped in all layers of both halves, or in none."""
+
+    def setup():
+        cache = encoder_decoder_cache(make("BART").config, 256, pages)
+        own, encoders = halves(cache)
+        own.update(*states(1, 5), 0)
+        encoders.update(*states(1, 9), 0)
+        cache.is_updated[0] = True
+        if failing == 1:
+            own.update(*states(1, 5), 1)
+        return cache, halves(cache)[failing]
+
+    def refused(made):
+        with pytest.raises(vtensor.InvalidArgument, match="as many"):
+            made[1].update(states(1, 5)[0], states(1, 6)[1], 1)
+
+    found = set()
+
+    def check(made, outcome):
+        cache = made[0]
+        now = lengths(cache), dict(cache.is_updated)
+        begun = ([[5, 5 * failing], [9, 0]], {0: True, 1: False})
+        found.add("before" if is_empty(cache) else "begun" if now == begun else str(now))
+        cache.reset()
+
+    at_every_bytecode(setup, refused, check, within=module, each=place)
+    assert found == {"before", "begun"}
