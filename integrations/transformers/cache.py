@@ -298,11 +298,7 @@ class TwoHalves(EncoderDecoderCache):
 
 
 def encoder_decoder_cache(
-    config: PreTrainedConfig,
-    max_len: int | None = None,
-    pool: Pool | None = None,
-    *,
-    compiled: bool = False,
+    config: PreTrainedConfig, max_len: int | None = None, pool: Pool | None = None, **options: Any
 ) -> EncoderDecoderCache:
     """Makes a cache for an encoder-decoder model.
 
@@ -310,15 +306,15 @@ def encoder_decoder_cache(
 
     Args:
         config: the model's config.
-        max_len: the most tokens of the decoder's sequence. None means no limit. The encoder's half has no
-            limit.
-        pool, compiled: as for ``VTensorCache``.
+        max_len: the most tokens of the decoder's sequence. The encoder's half has no limit.
+        pool, options: as for ``VTensorCache``. ``offloading`` is for the decoder's half: the models read the
+            encoder's without an update, which would bring it back.
 
     Raises:
         InvalidArgument: as for ``VTensorCache``.
     """
-    own = VTensorCache(config, max_len, pool, compiled=compiled)
-    return TwoHalves(own, VTensorCache(config, None, pool, compiled=compiled))
+    own = VTensorCache(config, max_len, pool, **options)
+    return TwoHalves(own, VTensorCache(config, None, pool, **options | {"offloading": False}))
 
 
 def check_pool(asking: str, pool: object) -> None:

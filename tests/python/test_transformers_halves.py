@@ -241,3 +241,17 @@ def test_an_interrupted_refusal_is_whole(pages, failing):
 
     at_every_bytecode(setup, refused, check, within=module, each=place)
     assert found == {"before", "begun"}
+
+
+def test_both_halves_take_the_same_options(pages, monkeypatch):
+    """But the encoder's is never offloaded: after the first step a model reads it without an update."""
+    monkeypatch.setattr(torch, "Stream", object)
+    model = make("T5")
+    own, encoders = halves(encoder_decoder_cache(model.config, offloading=True, tag="mine"))
+    assert own.offloading and not encoders.offloading
+    cache = encoder_decoder_cache(model.config, 256, pages, tag="mine")
+    expected = generate(model, cache, SHORT)
+    assert pages.sleep(contents="host", tag="mine") == 32 * pages.page_size
+    pages.wake(tag="mine")
+    cache.reset()
+    assert torch.equal(generate(model, cache, SHORT), expected)
