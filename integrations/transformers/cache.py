@@ -127,6 +127,12 @@ class VTensorCache(DynamicCache):
             for layer in self.layers
         )
 
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Tokens that fit in the largest layer, or in one. -1 for no limit, and for a ``compiled`` cache:
+        to models such as Bloom, a limit and ``is_compileable`` mean that K and V always have that length.
+        """
+        return -1 if self.compiled else super().get_max_length(layer_idx)
+
     # ------------------------------------------------------------------ growth
 
     def update(

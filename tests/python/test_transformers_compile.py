@@ -13,11 +13,20 @@ import torch._dynamo
 import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from transformers import CompileConfig
+from transformers import BloomConfig, BloomForCausalLM, CompileConfig
 from vtensor.integrations.transformers import VTensorCache
 
 from model_zoo import caches, make
-from tiny_models import SameKernelCache, assert_same_content, make_llama, one_thread, prompt, run, states  # noqa: F401
+from tiny_models import (
+    SIZES,
+    SameKernelCache,
+    assert_same_content,
+    make_llama,
+    one_thread,  # noqa: F401
+    prompt,
+    run,
+    states,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +90,24 @@ def test_generate_compiled(pages, name):
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     _, theirs = caches(model, pages)
     assert torch.equal(given.sequences, run(model, theirs, prompt(1, 40), **method).sequences)
+
+
+@pytest.mark.parametrize("method", [{}, {"num_beams": 3}])
+def test_a_model_that_pads_its_mask_to_the_most_tokens(pages, method):
+    """Bloom does so for a cache whose masks are made before the forward."""
+    torch.manual_seed(3)
+    config = BloomConfig(**SIZES | {"n_layer": 2, "n_head": 4, "initializer_range": 0.3})
+    model, ids = BloomForCausalLM(config).eval(), prompt(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    cache = VTensorCache(config, 64, pages, compiled=True)
+    assert cache.is_compileable
+    given, expected = (
+        run(model, each, ids, mask, do_sample=False, max_new_tokens=12, **method).sequences
+        for each in (cache, SameKernelCache(config=config))
+    )
+    assert torch.equal(given, expected)
+    assert given[:, 20:].unique().numel() > 4  # tokens that say something
 
 
 def test_without_a_prepared_step_the_error_says_what_to_call(pages):
