@@ -65,14 +65,14 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
         assert inputs is not None, "a model is called with input_ids or with inputs_embeds"
         layers = [layer for layer in cache.layers if isinstance(layer, VTensorLayer)]
-        # A model without some of its layers leaves theirs without K and V.
-        ready = all(layer.is_initialized for layer in layers) or any(
-            layer.get_seq_length() for layer in layers
-        )
+        # A model without some of its layers leaves theirs without K and V. Empty K and V may be of another
+        # batch, and were perhaps made on this rank alone.
+        ready = any(layer.get_seq_length() for layer in layers)
         sizes = [] if ready else list(_local_states(module, inputs, cache))
         error: VTensorError | None = None
         try:
             for layer, states in sizes:
+                layer.reset()
                 layer.lazy_initialization(*states)
             cache.prepare(inputs.shape[1])
         except VTensorError as refused:
@@ -82,6 +82,8 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
         except BaseException:
             for layer in layers:
                 layer.settle()
+            for layer, _ in sizes:
+                layer.reset()
             raise
 
     handle = model.register_forward_pre_hook(before_forward, with_kwargs=True)

@@ -37,6 +37,10 @@ def attempt(model, cache, ids, **method):
     return result | {"seconds": time.monotonic() - begin, "length": cache.get_seq_length()}
 
 
+def refuse(*states):
+    raise vtensor.OutOfPages("[refuse] no addresses")
+
+
 def main(model_folder: str, output: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -59,6 +63,22 @@ def main(model_folder: str, output: str) -> None:
         # The next one works, on the same group.
         cache.reset()
         results[name]["after"] = attempt(model, VTensorCache(model.config), prompt(1, 60), **GREEDY)
+
+    # Too little for one batch, on rank 0 alone or on both; the same cache then takes a smaller one.
+    for name, pages in {"short on both": (20, 20), "short on one": (20, 999)}.items():
+        pool = vtensor.Pool("cpu", page_size=PAGE, budget=pages[rank] * PAGE, prefetch=0)
+        cache = VTensorCache(model.config, 256, pool)
+        results[name] = attempt(model, cache, prompt(8, 30), **GREEDY)
+        results[name]["pages"] = pool.stats().pages_used
+        results[name]["after"] = attempt(model, cache, prompt(2, 30), **GREEDY)
+
+    # A layer of rank 1 alone cannot be made for the first forward.
+    cache = VTensorCache(model.config, 256)
+    if rank == 1:
+        cache.layers[1].lazy_initialization = refuse
+    results["not made"] = attempt(model, cache, prompt(2, 30), **GREEDY)
+    cache.layers[1].__dict__.pop("lazy_initialization", None)
+    results["not made"]["after"] = attempt(model, cache, prompt(2, 30), **GREEDY)
 
     class Stop:  # an error of the user's own, on one rank
         def __call__(self, input_ids, scores, **kwargs):

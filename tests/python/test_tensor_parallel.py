@@ -65,6 +65,17 @@ def test_out_of_memory_on_one_rank_raises_on_both(ranks, llama, name, length):
         assert result["after"]["tokens"] == expected.sequences.tolist()
 
 
+@pytest.mark.parametrize("name", ["short on both", "short on one", "not made"])
+def test_a_smaller_batch_after_a_refused_one(ranks, llama, name):
+    """I8: what was made for the refused one is gone on every rank, so that all of them begin alike."""
+    expected = run(llama, SameKernelCache(config=llama.config), prompt(2, 30), **GREEDY)
+    for rank in ranks:
+        result = rank[name]
+        assert result["error"] == "OutOfPages" and result["seconds"] < 15
+        assert result["length"] == result.get("pages", 0) == 0
+        assert result["after"].get("tokens") == expected.sequences.tolist(), result["after"]
+
+
 def test_any_error_between_two_forwards_ends_both(ranks):
     for rank in ranks:
         assert rank["user error"]["error"] == "InvalidArgument"

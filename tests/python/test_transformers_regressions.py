@@ -23,7 +23,7 @@ from vtensor.integrations.transformers.release import CACHE
 from vtensor.integrations.transformers.serving import ServedModel, serving_cache
 
 from interrupts import at_every_bytecode
-from tiny_models import make_llama, states
+from tiny_models import make_llama, pages_left, prompt, states
 from vtensor.serving import Engine, Request, Scheduler
 
 WINDOW = 8
@@ -115,10 +115,10 @@ def test_a_served_models_cache_goes_with_the_last_reference(pool):
 def test_a_served_model_has_as_many_heads_as_its_cache_tokens(pool, layout):
     """The shapes of the two layouts are then the same."""
     model = make_llama("sdpa", num_attention_heads=8, num_key_value_heads=8)
-    prompt = [5, 6, 7]
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    ids = [5, 6, 7]
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, 3:].tolist()
     with serving_cache(model, 2, 8, pool=pool, layout=layout) as cache, ServedModel(model, cache) as served:
-        done = Engine(Scheduler(cache), served).run([Request("a", prompt, 4)])
+        done = Engine(Scheduler(cache), served).run([Request("a", ids, 4)])
     assert done["a"].tokens == [expected]
 
 
@@ -126,16 +126,38 @@ def test_a_model_that_lost_layers_generates_in_agreement_as_without(pool):
     """I2: a layer of the cache that gets nothing had all others begin anew before each forward."""
     model = make_llama("sdpa")
     model.model.layers = model.model.layers[:1]
-    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 6, "do_sample": False}
-    expected = model.generate(prompt, **options)
+    ids, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **options)
     cache = VTensorCache(model.config, None, pool)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with in_agreement(model, cache):
-            assert torch.equal(model.generate(prompt, **options, **{CACHE: cache}), expected)
+            assert torch.equal(model.generate(ids, **options, **{CACHE: cache}), expected)
     finally:
         dist.destroy_process_group()
     assert cache.get_seq_length() == 8
+
+
+def test_a_batch_that_was_refused_in_agreement_leaves_nothing_to_the_next(pool):
+    """I8: the layers that were made for its size once refused every later batch, or took it unprepared."""
+    model = make_llama("sdpa")
+    ids, options = prompt(2, 30), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **options)
+    cache = VTensorCache(model.config, None, pool)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pages_left(pool, 40):
+            with pytest.raises(vtensor.OutOfPages), in_agreement(model, cache):
+                model.generate(prompt(8, 30), **options, **{CACHE: cache})
+            assert not any(layer.is_initialized for layer in cache.layers)
+            with in_agreement(model, cache):
+                assert torch.equal(model.generate(ids, **options, **{CACHE: cache}), expected)
+        cache.reset()
+        cache.early_initialization(8, 2, 16, torch.float32, torch.device("cpu"))
+        with in_agreement(model, cache):
+            assert torch.equal(model.generate(ids, **options, **{CACHE: cache}), expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_interrupted_assignment_leaves_the_length(pool):
