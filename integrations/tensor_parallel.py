@@ -9,7 +9,7 @@ them succeeded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache as remember
 from typing import Any
@@ -65,8 +65,7 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
         assert inputs is not None, "a model is called with input_ids or with inputs_embeds"
         layers = [layer for layer in cache.layers if isinstance(layer, VTensorLayer)]
-        # A model without some of its layers leaves theirs without K and V. Empty K and V may be of another
-        # batch, and were perhaps made on this rank alone.
+        # K and V without tokens may be of another batch, or made on this rank alone.
         ready = any(layer.get_seq_length() for layer in layers)
         sizes = [] if ready else list(_local_states(module, inputs, cache))
         error: VTensorError | None = None
@@ -81,9 +80,7 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
             ranks.agree(error)
         except BaseException:
             for layer in layers:
-                layer.settle()
-            for layer, _ in sizes:
-                layer.reset()
+                layer.settle() if ready else layer.reset()
             raise
 
     handle = model.register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -91,10 +88,8 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
         yield
     except BaseException as error:
         if not ranks.disagreed:
-            try:
+            with suppress(VTensorError):  # the error of this rank is the cause, and is being raised
                 ranks.agree(error)
-            except VTensorError:
-                pass  # the error of this rank is the cause, and is being raised
         raise
     else:
         ranks.agree(None)
@@ -147,5 +142,4 @@ def _local_states(
         model(**{name: inputs[:1, :1], CACHE: probe}, use_cache=True)
     for layer, found in zip(cache.layers, probe.layers, strict=True):
         if isinstance(layer, VTensorLayer) and found.keys is not None:
-            states = (found.keys, found.values)
-            yield layer, [x[:, :, :0].expand(len(inputs), -1, -1, -1) for x in states]
+            yield layer, [x[:, :, :0].expand(len(inputs), -1, -1, -1) for x in (found.keys, found.values)]

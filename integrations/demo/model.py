@@ -67,7 +67,6 @@ class PreallocatedLayer(DynamicLayer):
     def __init__(self, max_len: int) -> None:
         super().__init__()
         self.max_len = max_len
-        self.length = 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -78,11 +77,11 @@ class PreallocatedLayer(DynamicLayer):
                 states.new_zeros(*states.shape[:2], self.max_len, states.shape[-1])
                 for states in (key_states, value_states)
             )
-        start, self.length = self.length, self.length + key_states.shape[-2]
-        self.all_keys[:, :, start : self.length] = key_states
-        self.all_values[:, :, start : self.length] = value_states
-        self.keys = self.all_keys[:, :, : self.length]
-        self.values = self.all_values[:, :, : self.length]
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
+        self.all_keys[:, :, start:stop] = key_states
+        self.all_values[:, :, start:stop] = value_states
+        self.keys, self.values = self.all_keys[:, :, :stop], self.all_values[:, :, :stop]
         return self.keys, self.values
 
 

@@ -128,9 +128,7 @@ class VTensorCache(DynamicCache):
         )
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Tokens that fit in the largest layer, or in one. -1 for no limit, and for a ``compiled`` cache:
-        to models such as Bloom, a limit and ``is_compileable`` mean that K and V always have that length.
-        """
+        """Tokens that fit. -1 for no limit, and if ``compiled``: Bloom then pads its mask to this length."""
         return -1 if self.compiled else super().get_max_length(layer_idx)
 
     # ------------------------------------------------------------------ growth
@@ -196,8 +194,7 @@ class VTensorCache(DynamicCache):
         """
         if self.compiled and not torch.compiler.is_compiling():
             self.prepare(query_length)
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        return sizes
+        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
     def _put_back(self, failed: int, new: int) -> None:
         """Drops a step of ``new`` tokens in the layers before the one that failed."""
@@ -206,21 +203,18 @@ class VTensorCache(DynamicCache):
         else:
             length = self.get_seq_length() - new
         whole = self._whole()
-
-        def put_back() -> None:
-            self.keep(length, self.layers[: failed + 1])
-            if whole is not None:
-                whole.put_back(self)
-
-        finish(put_back)
+        keep = self.keep if whole is None else partial(whole.keep, self)
+        finish(partial(keep, length, self.layers[: failed + 1]))
 
     def keep(self, length: int, layers: list[Any]) -> None:
         """Keeps the first ``length`` tokens in some layers. Empties all if one of them cannot go back."""
-        if any(_cannot_go_back(layer) for layer in layers):
+        ours = [layer for layer in layers if isinstance(layer, VTensorLayer)]
+        others = [layer for layer in layers if layer not in ours and not holds_nothing(layer)]
+        if others or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in ours):
             self.reset()
             return
-        for layer in layers:
-            if isinstance(layer, VTensorLayer) and layer.get_seq_length() > length:
+        for layer in ours:
+            if layer.get_seq_length() > length:
                 layer.truncate(length)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -291,12 +285,12 @@ class TwoHalves(EncoderDecoderCache):
         if half is self.self_attention_cache:
             self._begun = half.get_seq_length(), dict(self.is_updated)
 
-    def put_back(self, half: VTensorCache) -> None:
-        """Drops what this forward stored, after a layer of ``half`` refused and ``half`` dropped its part."""
-        length, before = self._begun
-        own = self.self_attention_cache
-        if own is not half:
-            own.keep(length, own.layers)
+    def keep(self, half: VTensorCache, length: int, layers: list[Any]) -> None:
+        """As ``half.keep``. The other half keeps what it had when the forward began."""
+        half.keep(length, layers)
+        begun, before = self._begun
+        if (own := self.self_attention_cache) is not half:
+            own.keep(begun, own.layers)
         for number, updated in self.is_updated.items():
             if updated and not before.get(number):
                 self.cross_attention_cache.layers[number].reset()
@@ -313,8 +307,8 @@ def encoder_decoder_cache(
     Args:
         config: the model's config.
         max_len: the most tokens of the decoder's sequence. The encoder's half has no limit.
-        pool, options: as for ``VTensorCache``. ``offloading`` is for the decoder's half: the models read the
-            encoder's without an update, which would bring it back.
+        pool, options: as for ``VTensorCache``. The encoder's half is not offloaded: models read it without
+            an update, which would bring it back.
 
     Raises:
         InvalidArgument: as for ``VTensorCache``.
@@ -351,10 +345,3 @@ def growing(layer: Any, max_len: int | None, pool: Pool | None) -> Any:
 def holds_nothing(layer: Any) -> bool:
     """Whether the layer holds no states, like a ``DummyLayer`` of transformers 5.23."""
     return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
-
-
-def _cannot_go_back(layer: Any) -> bool:
-    """Whether the layer cannot drop a step."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return True
-    return not isinstance(layer, VTensorLayer) and not holds_nothing(layer)

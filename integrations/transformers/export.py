@@ -49,12 +49,9 @@ def _flatten(cache: VTensorCache) -> tuple[list[torch.Tensor], Context]:
                 f"[VTensorCache] a {type(layer).__name__} in an input of torch.export, which takes K and V "
                 "alone: export the model without a cache"
             )
-        keys: Any = getattr(layer, "keys", None)
-        values: Any = getattr(layer, "values", None)
-        held = keys is not None and values is not None
-        context.append((getattr(layer, "sliding_window", None), held))
-        if held:
-            leaves += [keys, values]
+        held = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
+        context.append((getattr(layer, "sliding_window", None), bool(held)))
+        leaves += held
     return leaves, context
 
 

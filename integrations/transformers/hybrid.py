@@ -17,8 +17,6 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from vtensor import Pool
-
 from .changes import BatchChange, Choice, finish, twin_of
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
@@ -32,6 +30,10 @@ class _TwoParts(VTensorLayer):
     linear part."""
 
     get_max_length = LinearAttentionLayer.get_max_length  # as transformers' layers of two parts
+
+    def __init__(self, *args: Any, number_of_states: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialises K and V if their states are given by position, otherwise the linear part."""
@@ -92,28 +94,10 @@ def _linear_states(layer: Any) -> dict[str, Any]:
 
 
 class VTensorHybridLayer(_TwoParts, LinearAttentionAndFullAttentionLayer):
-    """A layer of full attention and linear attention: ``VTensorLayer`` and ``LinearAttentionLayer``."""
-
-    def __init__(
-        self, max_len: int | None = None, pool: Pool | None = None, *, number_of_states: int = 1
-    ) -> None:
-        VTensorLayer.__init__(self, max_len, pool)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+    """Full attention and linear attention: a ``VTensorLayer`` with ``number_of_states=``."""
 
 
 class VTensorHybridSlidingWindowLayer(
     _TwoParts, VTensorSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer
 ):
-    """A layer of windowed attention and linear attention: ``VTensorSlidingWindowLayer`` and
-    ``LinearAttentionLayer``."""
-
-    def __init__(
-        self,
-        sliding_window: int,
-        max_len: int | None = None,
-        pool: Pool | None = None,
-        *,
-        number_of_states: int = 1,
-    ) -> None:
-        VTensorSlidingWindowLayer.__init__(self, sliding_window, max_len, pool)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+    """Windowed attention and linear attention: a ``VTensorSlidingWindowLayer`` with ``number_of_states=``."""

@@ -22,9 +22,7 @@ _FIRST_CAPACITY = 16384
 
 
 def _side(which: int, name: str) -> Any:
-    doc = (
-        f"The current {name}: a plain view [batch, heads, tokens, head_dim], or None before the first update."
-    )
+    doc = f"The current {name}, [batch, heads, tokens, head_dim]: a plain view, or None before any update."
     return property(
         lambda layer: layer._stored(which), lambda layer, value: layer._assign(which, value), doc=doc
     )
@@ -63,7 +61,7 @@ class VTensorLayer(DynamicLayer):
     def _assign(self, which: int, value: torch.Tensor | None) -> None:
         """Replaces K (0) or V (1) with a copy of ``value``. None gives all memory back."""
         if value is None:
-            self._release()
+            VTensorLayer.reset(self)  # of a hybrid, K and V alone
             return
         if self.owners is None:
             raise InvalidArgument(
@@ -189,9 +187,7 @@ class VTensorLayer(DynamicLayer):
             if compiling or self._takes(key_states, value_states):
                 return self._fill(key_states, value_states)
         if compiling:
-            outside: tuple[torch.Tensor, torch.Tensor]
-            outside = _update_outside_the_graph(self, key_states, value_states)
-            return outside
+            return _update_outside_the_graph(self, key_states, value_states)  # type: ignore[no-any-return]
         self.settle()
         self._check_room(new)
         if value_states.shape[-2] != new:
@@ -200,7 +196,7 @@ class VTensorLayer(DynamicLayer):
                 "pass as many of both"
             )
         if self.owners and not self.get_seq_length() and not self._takes(key_states, value_states):
-            self._release()  # empty, and made for other shapes
+            VTensorLayer.reset(self)  # empty, and made for other shapes
         fresh = self.owners is None
         if fresh:
             self.lazy_initialization(key_states, value_states)
@@ -225,7 +221,7 @@ class VTensorLayer(DynamicLayer):
                 elif owner.length > length:
                     owner.truncate(length)
             if fresh:
-                self._release()
+                VTensorLayer.reset(self)
             elif isinstance(error, InvalidArgument) and key_states.shape[0] != self.owners[0].shape[0]:
                 raise InvalidArgument(
                     f"[VTensorCache.update] {key_states.shape[0]} sequences for a cache of "
@@ -285,15 +281,14 @@ class VTensorLayer(DynamicLayer):
         """Writes into the prepared positions. torch.compile traces this function."""
         assert self._views is not None
         keys, values = self._views
-        new_keys, new_values = keys[..., -self.prepared :, :], values[..., -self.prepared :, :]
-        for room, states in ((new_keys, key_states), (new_values, value_states)):
+        for view, states in ((keys, key_states), (values, value_states)):
+            room = view[..., -self.prepared :, :]
             if room.shape != states.shape or room.dtype != states.dtype:
                 raise InvalidArgument(
                     f"[VTensorCache.update] states {tuple(states.shape)} of {states.dtype} for room prepared "
                     f"of {tuple(room.shape)}, {room.dtype}: pass those of the model that the cache is used by"
                 )
-        new_keys.copy_(key_states)
-        new_values.copy_(value_states)
+            room.copy_(states)
         self.prepared = 0
         if not torch.compiler.is_compiling():
             self._views = None
@@ -374,9 +369,6 @@ class VTensorLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Gives all memory back. The next ``update`` may bring another batch size, dtype or device."""
-        self._release()
-
-    def _release(self) -> None:
         owners = self.owners
         self.__dict__.update(self._released())
         for owner in owners or ():

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from vtensor import InvalidArgument, Pool, VTensor
 
+from .changes import finish
 from .layers import VTensorLayer
 
 
@@ -77,19 +78,16 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
     def _trim(self) -> None:
         """Drops tokens that no later query attends to."""
         kept = self.sliding_window - 1
-        surplus = self._held() - kept
-        if surplus > 0 and self.owners is not None:
-            dropped = self.dropped + surplus
-            try:
-                for owner in self.owners:
-                    owner.shrink(surplus, front=True)
-                self.dropped = dropped
-            except BaseException:  # K, V and `dropped` must agree
-                for owner in self.owners:
-                    if owner.length > kept:
-                        owner.shrink(owner.length - kept, front=True)
-                self.dropped = dropped
-                raise
+        dropped = self.dropped + self._held() - kept
+
+        def trim() -> None:
+            for owner in self.owners or ():
+                if owner.length > kept:
+                    owner.shrink(owner.length - kept, front=True)
+            self.dropped = dropped
+
+        if dropped > self.dropped:
+            finish(trim)  # K, V and `dropped` must agree
 
     def truncate(self, length: int) -> None:
         """Keeps the first ``length`` tokens of the sequence.

