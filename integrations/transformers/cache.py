@@ -29,6 +29,10 @@ from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
+# Of a half of a TwoHalves, a reference to that. Not in the half, whose copies and pickles are apart from it.
+_wholes: Any = weakref.WeakKeyDictionary()
+_alone = type(None)
+
 
 class VTensorCache(DynamicCache):
     """A ``DynamicCache`` for ``model.generate(..., past_key_values=cache)`` that grows in place.
@@ -62,7 +66,6 @@ class VTensorCache(DynamicCache):
     """
 
     layers: list[Any]
-    _whole: Any = staticmethod(lambda: None)  # or the reference of the TwoHalves of which it is a half
 
     def __init__(
         self,
@@ -151,7 +154,7 @@ class VTensorCache(DynamicCache):
         append: Any = super().update
         if torch.compiler.is_compiling():
             return append(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
-        if layer_idx == 0 and (whole := self._whole()) is not None:
+        if layer_idx == 0 and (whole := _wholes.get(self, _alone)()) is not None:
             whole.begin(self)
         new = key_states.shape[-2]
         try:
@@ -202,7 +205,7 @@ class VTensorCache(DynamicCache):
             length = self.layers[failed].get_seq_length()
         else:
             length = self.get_seq_length() - new
-        whole = self._whole()
+        whole = _wholes.get(self, _alone)()
         keep = self.keep if whole is None else partial(whole.keep, self)
         finish(partial(keep, length, self.layers[: failed + 1]))
 
@@ -216,9 +219,6 @@ class VTensorCache(DynamicCache):
         for layer in ours:
             if layer.get_seq_length() > length:
                 layer.truncate(length)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_whole"}
 
     # ------------------------------------------------------------------ batches
 
@@ -273,7 +273,7 @@ class TwoHalves(EncoderDecoderCache):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, VTensorCache):  # also one that T5Gemma puts in the place of the encoder's
-            value._whole = weakref.ref(self)
+            _wholes[value] = weakref.ref(self)
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
