@@ -155,8 +155,7 @@ def _window(causal: bool, window_size: Window) -> _Sides:
 
 def _numbers(value: Lengths, batch: int, default: int) -> list[int]:
     if isinstance(value, torch.Tensor):
-        numbers: list[int] = value.tolist()
-        return numbers
+        return value.tolist()
     return [default if value is None else value] * batch
 
 

@@ -31,7 +31,6 @@ from .window import VTensorSlidingWindowLayer
 
 # Of a half of a TwoHalves, a reference to that. Not in the half, whose copies and pickles are apart from it.
 _wholes: Any = weakref.WeakKeyDictionary()
-_alone = type(None)
 
 
 class VTensorCache(DynamicCache):
@@ -154,7 +153,7 @@ class VTensorCache(DynamicCache):
         append: Any = super().update
         if torch.compiler.is_compiling():
             return append(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
-        if layer_idx == 0 and (whole := _wholes.get(self, _alone)()) is not None:
+        if layer_idx == 0 and (whole := _wholes.get(self, type(None))()) is not None:
             whole.begin(self)
         new = key_states.shape[-2]
         try:
@@ -205,7 +204,7 @@ class VTensorCache(DynamicCache):
             length = self.layers[failed].get_seq_length()
         else:
             length = self.get_seq_length() - new
-        whole = _wholes.get(self, _alone)()
+        whole = _wholes.get(self, type(None))()
         keep = self.keep if whole is None else partial(whole.keep, self)
         finish(partial(keep, length, self.layers[: failed + 1]))
 

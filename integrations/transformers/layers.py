@@ -350,6 +350,9 @@ class VTensorLayer(DynamicLayer):
 
     def truncate(self, length: int) -> None:
         """Keeps the first ``length`` tokens. Whole pages past them go back to the pool."""
+        if self._away is not None:  # there may be no pages to bring K and V back first
+            self._away = self._away[0][..., :length, :], self._away[1][..., :length, :]
+            return
         self.settle()
         cut(self.owners or (), length)
 

@@ -95,7 +95,6 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         Raises:
             InvalidArgument: if tokens that the next query would attend to have been dropped.
         """
-        self.settle()
         if length < self.get_seq_length():
             super().truncate(self._left_of(length))
             if length == 0:

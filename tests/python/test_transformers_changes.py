@@ -180,6 +180,22 @@ def test_a_refused_change_changes_no_layer(pool_factory, kind, monkeypatch, chan
     assert refused[pages_left] == (0 if change in (*KEPT, "offload") else 8)
 
 
+@pytest.mark.parametrize("kind", [FULL, SLIDING])
+def test_a_refused_update_finds_a_layer_away(simcuda, kind):
+    """I8: a layer in host memory drops the step there. There are no pages for it to come back first."""
+    cache = filled(simcuda, (kind, FULL))
+    before = content(cache)
+    cache.update(*states(BATCH, 60), 0)
+    cache.layers[0].offload()
+    with pytest.raises(vtensor.OutOfPages), pages_left(simcuda, 0):
+        cache.update(*states(BATCH, 60), 1)
+    assert cache.layers[0]._away is not None and same(content(cache), before)
+    for layer in cache.layers:
+        feed(cache, layer, 2, seed=5)
+    assert torch.equal(cache.layers[0].keys[..., -2:, :], states(BATCH, 2, seed=5)[0])
+    cache.reset()
+
+
 def test_an_index_that_one_layer_has_not_changes_none(pages):
     cache = filled(pages, (HYBRID, FULL))
     before = content(cache)
