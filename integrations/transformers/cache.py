@@ -287,8 +287,8 @@ class TwoHalves(EncoderDecoderCache):
     def keep(self, half: VTensorCache, length: int, layers: list[Any]) -> None:
         """As ``half.keep``. The other half keeps what it had when the forward began."""
         half.keep(length, layers)
-        begun, before = self._begun
-        if (own := self.self_attention_cache) is not half:
+        (begun, before), own = self._begun, self.self_attention_cache
+        if own is not half and isinstance(own, VTensorCache):
             own.keep(begun, own.layers)
         for number, updated in self.is_updated.items():
             if updated and not before.get(number):
