@@ -148,43 +148,6 @@ TEST_CASE("the thread keeps the context that it had") {
   api.cuDevicePrimaryCtxRelease.function(0);
 }
 
-TEST_CASE("a full device is DeviceOutOfMemory, and serves again when memory is back") {  // I9
-  SimulatedCuda::prepare();
-  SimulatedCuda::control().configure("memory", 10 * kPageSize);
-  const auto driver = SimulatedCuda::open();
-  CHECK(driver->traits().available == 9 * kPageSize);
-  std::vector<Handle> handles;
-  for (int i = 0; i < 10; ++i) handles.push_back(driver->create(1));
-  try {
-    driver->create(1);
-    FAIL("an eleventh page");
-  } catch (const DeviceOutOfMemory& error) {
-    CHECK(error.call == "cuMemCreate");
-    CHECK(error.code == CUDA_ERROR_OUT_OF_MEMORY);
-    CHECK(error.name == "CUDA_ERROR_OUT_OF_MEMORY");
-  }
-  driver->destroy(handles[3], 1);
-  CHECK(SimulatedCuda::control().free_memory(0) == kPageSize);
-  driver->create(1);
-}
-
-TEST_CASE("no memory to map with is DeviceOutOfMemory, and nothing is mapped") {  // I8, I9
-  Bench<SimulatedCuda> bench;
-  const auto handles = bench.make_handles(3, 1);
-  const Address range = bench.driver->reserve(3);
-  SimulatedCuda::control().fail("cuMemMap", 2, 1, CUDA_ERROR_OUT_OF_MEMORY);
-  try {
-    bench.map(range, handles, Access::writable);
-    FAIL("all three pages");
-  } catch (const DeviceOutOfMemory& error) {
-    CHECK(error.call == "cuMemMap");
-    CHECK(error.name == "CUDA_ERROR_OUT_OF_MEMORY");
-  }
-  CHECK(SimulatedCuda::control().leaks().mappings == 0);
-  bench.map(range, handles, Access::writable);
-  CHECK(bench.holds(range, 2, 3));
-}
-
 TEST_CASE("the page size is a multiple of the granularity, 2 MiB or more by default") {
   SimulatedCuda::prepare();
   CudaOptions asked = options();
