@@ -6,57 +6,11 @@ from __future__ import annotations
 import pytest
 
 import vtensor
-from cuda_support import (
-    READ_WRITE,
-    device,
-    mapping_at,
-    needs_simcuda,
-    tensor,
-    values,
-)
-from support import (
-    PER_PAGE,
-    calls,
-    calls_since,
-    quarter,
-    run_snippet,
-    same_bytes,
-    simcuda_disarm,
-    simcuda_library,
-)
+from cuda_support import READ_WRITE, device, mapping_at, needs_simcuda, tensor, values
+from support import run_snippet, same_bytes, simcuda_disarm, simcuda_library
 from vtensor import testing
 
 pytestmark = needs_simcuda
-
-
-# -- driver calls
-
-
-def test_extend_makes_one_set_access_a_row(simcuda):
-    t = quarter(simcuda, rows=(3,))
-    before = calls(simcuda)
-    t.extend(2 * PER_PAGE)
-    made = calls_since(simcuda, before)
-    assert (made["cuMemCreate"], made["cuMemMap"], made["cuMemSetAccess"]) == (6, 6, 3)
-    assert not {"cuMemUnmap", "cuMemRelease"} & made.keys()
-    assert made["cuMemsetD8Async"] == 3  # fresh memory holds what others left (I7)
-
-
-def test_kept_memory_is_not_created_again(simcuda):
-    t = quarter(simcuda, 4 * PER_PAGE)
-    before = calls(simcuda)
-    t.shrink(3 * PER_PAGE)
-    made = calls_since(simcuda, before)
-    assert made["cuMemUnmap"] == 1 and "cuMemRelease" not in made
-    t.extend(3 * PER_PAGE)
-    made = calls_since(simcuda, before)
-    assert "cuMemCreate" not in made
-    # The tensor was their last owner: nothing to zero.
-    assert (made["cuMemMap"], made["cuMemSetAccess"], made.get("cuMemsetD8", 0)) == (3, 1, 0)
-    t.close()
-    before = calls(simcuda)
-    simcuda.trim()
-    assert calls_since(simcuda, before)["cuMemRelease"] == 4
 
 
 # -- shared pages
