@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
 import vtensor
-from support import PER_PAGE, calls, calls_since, check_sums, eventually, filled, memfds, quarter
+from support import PER_PAGE, calls, calls_since, check_sums, eventually, filled, quarter
 from vtensor import testing
 
 PAGE = 4096
@@ -207,30 +205,3 @@ def test_trim_gives_it_back(pool):
     assert pool.trim() == 10 * PAGE
     stats = check_sums(pool)
     assert (stats.pages_cached, stats.pages_mapped, stats.pages_spare, stats.nbytes_reserved) == (0, 0, 0, 0)
-
-
-# --- the end ----------------------------------------------------------------------------------------------
-
-
-def test_a_pool_that_is_dropped_without_close_leaves_nothing(pool):
-    del pool
-    before = memfds()
-    for _ in range(5):
-        pool = testing.host_pool(page_size=PAGE, budget=64 * PAGE, cache=32 * PAGE, strict_holes=False)
-        freed(pool, 40)
-        t = filled(pool, 40, 1)
-        view = t[:4]
-        freed(pool, 20, capacity=30)
-        del pool, t
-        gc.collect()
-        assert view.eq(1).all()
-        del view
-    eventually(lambda: memfds() == before)
-
-
-def test_close_gives_it_back(pool_factory):
-    before = memfds()
-    pool = pool_factory("host", prefetch=None)
-    freed(pool, 40)
-    pool.close()
-    assert memfds() == before and pool.stats().pages_mapped == 0
