@@ -460,26 +460,6 @@ def test_views_outlive_a_closed_arena(pool_factory):
     eventually(lambda: pool.stats().nbytes_reserved == 0)
 
 
-def test_an_arena_closes_with_its_pool(arena):
-    arena.map([block(0)])
-    arena.pool.close()
-    assert arena.closed and "closed" in repr(arena)
-    arena.close()
-    for operation in (arena.map, arena.unmap, arena.prepare):
-        with pytest.raises(vtensor.Closed, match="make a new one"):
-            operation([block(0)])
-    with pytest.raises(vtensor.Closed):
-        arena.stats()
-
-
-def test_an_arena_that_is_dropped_leaves_nothing(pool_factory, kind):
-    pool = pool_factory(kind, 64)
-    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool)
-    arena.map([block(0), block(3)])
-    del arena
-    eventually(lambda: pool.stats().pages_used == 0)
-
-
 # --- arguments --------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+import vtensor
 from cuda_support import needs_simcuda
+from kv_support import make_cache
 from support import (
     HERE,
     PER_PAGE,
@@ -37,8 +39,9 @@ def test_a_closed_pool_leaves_no_descriptor_mapping_or_thread(kind, is_as_before
     pool = open_pool(kind, 64)
     tensors = [filled(pool, 9, i, rows=(2,)) for i in range(3)]
     tensors.append(tensors[0].fork())
+    cache, arena = make_cache(pool), vtensor.Arena(4096, pool=pool)
     pool.close()
-    assert all(t.closed for t in tensors)
+    assert all(t.closed for t in tensors) and cache.closed and arena.closed
     assert is_as_before()  # though `pool` and `tensors` live
     eventually(lambda: len(os.listdir("/proc/self/task")) <= threads)  # what was joined may still be there
     stats = pool.stats()

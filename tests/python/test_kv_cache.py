@@ -246,27 +246,6 @@ def test_views_outlive_the_cache(pool_factory, kind):
     assert pool.stats().nbytes_reserved == 0  # I14
 
 
-@pytest.mark.exact
-def test_a_pool_closes_its_caches():
-    pool = open_pool("host")
-    cache = make_cache(pool)
-    grown(cache, cache.alloc(), 5)
-    pool.close()
-    assert cache.closed and pool.stats().pages_used == 0
-
-
-@pytest.mark.exact
-def test_a_dropped_cache_leaves_nothing(pool_factory, kind):
-    pool = pool_factory(kind)
-    cache = make_cache(pool)
-    grown(cache, cache.alloc(), 5)
-    del cache
-    gc.collect()
-    pool.wait_idle(10)
-    stats = pool.stats()
-    assert stats.pages_used == stats.nbytes_reserved == stats.tensors == 0
-
-
 def test_threads_take_turns(pool_factory, kind):
     """Requests of several threads in one cache: no tokens are mixed up, and nothing is lost."""
     with make_cache(pool_factory(kind, 800), max_batch=16) as cache:
