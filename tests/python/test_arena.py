@@ -205,19 +205,6 @@ TestSimcuda = machine("simcuda", prefetch=0)
 TestSimcudaCaching = machine("simcuda", prefetch=8 * PAGE, cache=16 * PAGE)
 
 
-# --- blocks -----------------------------------------------------------------------------------------------
-
-
-def test_what_is_not_mapped_reads_as_zeros(pool_factory):
-    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory("host", 64))
-    arena.map([block(3)])
-    content(arena, 3).fill_(7)
-    assert int(arena.tensor.count_nonzero()) == BLOCK
-    arena.unmap([block(3)])
-    arena.trim()
-    assert not arena.tensor.any()
-
-
 # --- what no block needs ----------------------------------------------------------------------------------
 
 
