@@ -182,10 +182,14 @@ TEST_CASE("what cannot be opened says why") {
   asked.device = -1;
   check_refused<InvalidArgument>(asked, "", "cuda:-1");
   SimulatedCuda::control().configure("vmm", 0);
-  check_refused<DriverError>(options(), "cuDeviceGetAttribute", "virtual memory management");
+  check_refused<DriverError>(options(), "cuDeviceGetAttribute",
+                             "virtual memory management (some vGPU profiles turn it off): use "
+                             "another device, or use the CPU");
   SimulatedCuda::control().reset();
   SimulatedCuda::control().configure("devices", 0);
-  check_refused<DriverError>(options(), "cuInit", "CUDA_ERROR_NO_DEVICE (100): check nvidia-smi");
+  check_refused<DriverError>(options(), "cuInit",
+                             "CUDA_ERROR_NO_DEVICE (100): check nvidia-smi and "
+                             "CUDA_VISIBLE_DEVICES, or use the CPU");
   SimulatedCuda::control().reset();
   SimulatedCuda::control().fail("cuInit", 0, 1, CUDA_ERROR_STUB_LIBRARY);
   check_refused<DriverError>(options(), "cuInit", "stubs folder off LD_LIBRARY_PATH");

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import vtensor
-from cuda_support import needs_simcuda
 from kv_support import UNIT, make_cache
 from operations import NAMES, OPERATIONS, TORCH_OPERATIONS
-from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet, simcuda_library
+from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet
 from vtensor import plot, replay, testing, trace
 from vtensor.replay.managers import PagedCache, StaticCache
 from vtensor.serving import Engine, LengthHistogram, Promises, Request, Scheduler
@@ -102,6 +101,7 @@ testing.host_pool(patience=<'x' | [] | 0 | -1 | math.nan | 10**400>)
 testing.fail_after(pool, <NO_INTEGER | 2**64 | -2**64>).__enter__()
 testing.<check_invariants(5) | fail_after('cpu', 0).__enter__() | assert_no_leaks(5).__enter__()>
 testing.simulated_cuda_pool(<5 | 'libcuda-that-is-not-there.so.1' | 'libc.so.6'>)
+testing.simulated_cuda_pool('libc.so.6', device=1.5) -> device is a float: give an integer
 vtensor.trace.record(<1.5 | '3' | 2**100>)
 --- adopted modules, sleep
 vtensor.adopt(<torch.ones(3) | 'weights' | 7 | [torch.ones(3), 7]>, pool)
@@ -562,39 +562,6 @@ def test_host_memory_that_is_refused_while_falling_asleep(host, monkeypatch, kin
 
 
 # --- devices -----------------------------------------------------------------------------------------------
-
-
-@needs_simcuda
-def test_what_a_device_has_not(simcuda):
-    library, page = str(simcuda_library()), simcuda.page_size
-    for options, words in (
-        ({"page_size": page + page // 2}, f"page size of {page + page // 2} .* multiples of 4096"),
-        ({"budget": page - 1}, "budget"),
-        ({"device": 1}, "1"),
-        ({"device": -1}, "-1"),
-        ({"device": 1.5}, "device"),
-    ):
-        with pytest.raises(vtensor.VTensorError, match=words) as caught:
-            testing.simulated_cuda_pool(library, **options)
-        assert SHAPE_OF_A_MESSAGE.match(str(caught.value))
-
-
-@needs_simcuda
-@pytest.mark.parametrize(("setting", "words"), [("vmm", "virtual memory"), ("devices", "use the CPU")])
-def test_a_driver_that_has_not(setting, words):
-    run_snippet(
-        f"""
-        from cuda_support import device, needs_simcuda
-        with device({setting}=0):
-            for _ in range(2):
-                try:
-                    testing.simulated_cuda_pool(str(simcuda_library()))
-                    raise AssertionError("a pool was made")
-                except vtensor.VTensorError as error:
-                    assert {words!r} in str(error) and SHAPE_OF_A_MESSAGE.match(str(error)), error
-                assert not simcuda_leaks(), simcuda_leaks()
-        """
-    ).check()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
