@@ -29,7 +29,7 @@ TABLE = """
 t.<extend | shrink | truncate | prepare | reallocate>(NO_INTEGER)
 t.<extend | shrink | truncate | prepare | reallocate>(<-1 | -2**62 | -2**80 | 2**63 | 2**80>)
 t.<extend | shrink | truncate | prepare>(<10**6 | 2**31 | 2**62>)
-t.extend(3) -> need 3 more positions, length is 6 of capacity 8: make it with a larger capacity=
+t.<extend | prepare>(3) -> need 3 more positions, length is 6 of capacity 8: make it with a larger capacity=
 t.append(torch.ones(3, 1024, dtype=torch.uint8)) -> reallocate
 t.shrink(<7 | 7, front=True>) -> n is 7, the length 6
 t.truncate(7) -> 7

@@ -197,21 +197,6 @@ def test_append_of_a_source_that_requires_grad(pool):
     assert t.length == 2 and t[1].eq(1).all() and not t.requires_grad
 
 
-@pytest.mark.exact
-def test_prepare_says_whether_there_is_room(pool):
-    t = filled(pool, 3, rows=(2,), capacity=12)
-    before = calls(pool)
-    assert t.prepare(9) is t
-    with pytest.raises(vtensor.CapacityExceeded):
-        t.prepare(10)
-    pool.wait_idle()
-    stats = pool.stats()
-    assert t.length == 3 and stats.pages_active == 2 and stats.pages_prefetched == 4  # I4
-    assert calls_since(pool, before) == {}  # of the caller
-    assert t.extend(9)[:, :3].eq(1).all()
-    assert not {"mmap", "cuMemMap"} & calls_since(pool, before).keys()  # I15
-
-
 # --- moving ------------------------------------------------------------------------------------------------
 
 
