@@ -292,7 +292,7 @@ def test_an_in_place_operation_on_a_cuda_tensor_costs_its_shared_pages(simcuda):
     parent = filled(simcuda, 4 * PER_PAGE, rows=(2,))
     child = parent.fork()
     assert child.sum() == parent.sum() and str(child) and simcuda.stats().pages_used == 8
-    child.unshare(3, 6)
+    assert child.unshare(3, 6) is child
     assert simcuda.stats().pages_used == 8 + 2 * 2
     child[1, 5] = 9
     assert simcuda.stats().pages_used == 16

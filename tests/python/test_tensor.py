@@ -274,19 +274,6 @@ def test_results_are_plain_tensors(pool):
 
 
 @pytest.mark.exact
-def test_own_makes_pages_unshared(pool):
-    t = filled(pool, 12, 6, rows=(2,))
-    f = t.fork()
-    assert f.unshare(4, 8) is f
-    shared = [r.shared for r in f.pages()]
-    assert shared == [2, 1, 2, 2, 1, 2] and pool.stats().pages_used == 6 + 2
-    f.narrow(1, 4, 4).fill_(9)  # through a view: allowed on CUDA only after unshare()
-    assert t.eq(6).all() and f[:, 4:8].eq(9).all() and f[:, 8:].eq(6).all()  # I6
-    f.unshare(0, 12)
-    assert pool.stats().pages_used == 12 and {r.shared for r in t.pages()} == {1}
-
-
-@pytest.mark.exact
 def test_reindex_copies_no_whole_page(pool):
     t = filled(pool, 8, rows=(4,), capacity=20)  # two whole pages a row
     ids = page_ids(t)
