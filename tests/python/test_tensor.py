@@ -131,14 +131,6 @@ def test_empty_like_in_another_pool(host, pool_factory):
     assert other.stats().pages_used == 1
 
 
-def test_from_tensor_copies(pool):
-    x = torch.arange(60, dtype=torch.float64).reshape(3, 4, 5)
-    t = vtensor.from_tensor(x.transpose(0, 2), grow_dim=1, capacity=10, pool=pool)
-    assert same_bytes(t, x.transpose(0, 2)) and t.length == 4 and t.capacity == 10
-    x.zero_()
-    assert t[0, 1, 0] == 5
-
-
 def test_default_pool_is_one_per_device():
     t = vtensor.empty(3, 4, grow_dim=0, capacity=10)
     assert t.pool is vtensor.default_pool("cpu") is vtensor.default_pool("cpu")
