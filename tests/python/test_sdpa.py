@@ -127,13 +127,6 @@ def test_a_mask_and_is_causal(host):
         scaled_dot_product_attention(noise(2, 4, 1, SIZE), k, v)
 
 
-def test_values_that_were_not_appended(host):
-    k, v = caches(host, length=9, heads_first=True)
-    v.truncate(8)
-    with pytest.raises(vtensor.InvalidArgument, match="append to both"):
-        scaled_dot_product_attention(noise(2, 2, 3, SIZE), k, v)
-
-
 @pytest.mark.parametrize("grow_dim", [1, 2])
 def test_readers_are_taken_as_their_tensors_are(pool_factory, kind, monkeypatch, grow_dim):
     """Also where as many positions as heads would hide that they were exchanged."""
