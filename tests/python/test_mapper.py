@@ -385,7 +385,7 @@ def test_one_thread_a_pool_that_ends_with_it(pool_factory):
     pool.close()
     eventually(lambda: made() == 0)
     quiet = pool_factory("host")  # prefetch=0: no mapper before the first prepare()
-    u = quarter(quiet)
+    u = quarter(quiet, 8).truncate(0)  # the caller's own calls
     assert made() == 0
     u.prepare(8)
     eventually(lambda: made() == 1)

@@ -119,17 +119,6 @@ def test_views_and_torch_operations_make_no_driver_call(pool):
     assert total > 0 and t.length == 9 and calls_since(pool, before) == {}
 
 
-@pytest.mark.parametrize("ahead", [0, 16])
-def test_the_mapper_makes_calls_where_there_is_look_ahead_alone(pool_factory, kind, ahead):
-    pool = pool_factory(kind, prefetch=ahead * 4096)
-    t = quarter(pool, capacity=40 * PER_PAGE)
-    for _ in range(10):
-        t.extend(PER_PAGE)
-    pool.wait_idle()
-    t.close()
-    assert any(pool.stats().driver_calls["mapper"].values()) == bool(ahead)
-
-
 def test_vtensor_reserves_what_was_asked_and_no_more_than_a_page_a_row(pool):
     t = vtensor.empty(3, 0, 100, grow_dim=1, capacity=1000, dtype=torch.float32, pool=pool)
     needed = 3 * 1000 * 100 * 4
