@@ -341,17 +341,6 @@ def test_what_the_mapper_met_is_raised_once_by_the_tensor_it_worked_for(host, sk
     host.wait_idle()
 
 
-def test_what_the_mapper_met_is_raised_by_wait_idle_too(host):
-    t = filled(host, 2)
-    with testing.fail_after(host, 0, 1):
-        t.prepare(20)
-        with pytest.raises(vtensor.DriverError) as refused:
-            host.wait_idle()
-    assert refused.value.call == "mmap"
-    host.wait_idle()
-    t.extend(20)
-
-
 def test_a_refused_unmap_stays_held_and_is_raised_by_wait_idle(ahead):
     t = filled(ahead, 20 * PER_PAGE, capacity=400)
     with testing.fail_after(ahead, 0, 1000):
