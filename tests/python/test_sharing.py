@@ -250,15 +250,6 @@ def test_a_write_through_a_host_view_stays_on_its_side(host, write, view_of):
     assert same_bytes(grandchild, written) and writer.eq(11).all() and same_bytes(other, expected)
 
 
-@pytest.mark.parametrize("alias", ALIASED)
-def test_an_alias_taken_from_the_tensor_itself(host, alias):
-    parent = base(host)
-    child = parent.fork()
-    expected = ramp(parent)
-    ALIASED[alias](child)
-    assert same_bytes(parent, expected) and not same_bytes(child, expected)
-
-
 # --- counts -----------------------------------------------------------------------------------------------
 
 
