@@ -80,6 +80,8 @@ def test_a_module_stays_what_it_is(pool):
     model(tokens).sum().backward()
     optimizer.step()
     model.zero_grad()
+    with pytest.raises(vtensor.VTensorError, match=r"belongs to a vtensor.Pool.*x.clone"):
+        model.first.data.share_memory_()
     pool.close()
     assert torch.isfinite(model(tokens)).all()  # tensors outlive the pool
 

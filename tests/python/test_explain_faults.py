@@ -8,7 +8,6 @@ import signal
 import textwrap
 
 import pytest
-import torch
 
 import vtensor
 from cuda_support import needs_simcuda
@@ -310,17 +309,6 @@ def test_a_write_past_adopted_memory_is_named() -> None:
         r"byte \d+ of the memory for vtensor.adopt and vtensor.memory of \d+ bytes at 0x", named
     ), named
     assert reason == "no page is mapped there, because what was allocated there has been freed"
-
-
-def test_adopted_memory_refused_to_other_processes_is_named(host) -> None:
-    module = torch.nn.Linear(32, 32)
-    vtensor.adopt(module, host)
-    with pytest.raises(
-        vtensor.VTensorError, match=r"this tensor's memory belongs to a vtensor.Pool.*x.clone"
-    ):
-        module.weight.data.share_memory_()
-    del module
-    host.close()
 
 
 def test_a_read_of_a_strict_hole_is_named_as_one() -> None:
