@@ -304,7 +304,6 @@ TEST_CASE("spans against a list of bytes") {
 TEST_CASE_TEMPLATE("heaps beside one another, with and without a mapper", T, OnHost, OnSimulation) {
   hammer<T>({}, false);
   hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage, .spare = 4 * kPage}, false);
-  hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage, .spare = 4 * kPage}, false);
 }
 
 TEST_CASE_TEMPLATE("heaps while the driver refuses calls (I8)", T, OnHost, OnSimulation) {
