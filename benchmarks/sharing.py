@@ -238,10 +238,8 @@ def growing_while_read(settings: Settings, holders: list[Holder]) -> list[Figure
 def stepping_while_read(settings: Settings, holders: list[Holder]) -> list[Figure]:
     """Sizes and steps as in benchmarks/serving.py. Of equal caches some are a tenth faster than others, so
     each is timed before one of them is read, and compared with itself; and there are several of each."""
-    taken: dict[str, list[float]] = {}
-    for _ in range(settings.pick(5, 1)):
-        for name, seconds in steps_while_read(settings, holders).items():
-            taken.setdefault(name, []).extend(seconds)
+    runs = [steps_while_read(settings, holders) for _ in range(settings.pick(5, 1))]
+    taken = {name: [s for run in runs for s in run[name]] for name in runs[0]}
     taken["others"] = [mean(two) for two in zip(taken["alone"], taken["control"], strict=True)]
     what = f"step, {SLOTS} slots, {len(holders)} readers"
     return [slowdown.among(taken, what, "no reader", "read", "others", "control", Bar(1.02))]
@@ -251,12 +249,9 @@ def steps_while_read(settings: Settings, holders: list[Holder]) -> dict[str, lis
     """Seconds of each step of a cache that is read, and of two that are not."""
     rounds, warmup = settings.pick(150, 6), 10
     pool = shareable(4 * GIB)
-    caches = {
-        name: vtensor.KVCache(
-            LAYERS, HEADS, 4, SLOTS, 2048, torch.bfloat16, layer_group=LAYERS, tile=1, lookahead=64, pool=pool
-        )
-        for name in ("alone", "read", "control")
-    }
+    shape = LAYERS, HEADS, 4, SLOTS, 2048, torch.bfloat16
+    options: dict[str, Any] = {"layer_group": LAYERS, "tile": 1, "lookahead": 64, "pool": pool}
+    caches = {name: vtensor.KVCache(*shape, **options) for name in ("alone", "read", "control")}
 
     def case(cache: vtensor.KVCache) -> Sample:
         lengths = [0] * SLOTS
@@ -279,8 +274,7 @@ def steps_while_read(settings: Settings, holders: list[Holder]) -> dict[str, lis
     taken = interleave(cases, rounds, warmup)
     release(holders)
     pool.close()
-    usual = mean(before.values())
-    return {name: [s * usual / before[name] for s in seconds] for name, seconds in taken.items()}
+    return {name: [s * mean(before.values()) / before[name] for s in each] for name, each in taken.items()}
 
 
 def deaths(holders: list[Holder]) -> list[Figure]:
