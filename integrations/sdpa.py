@@ -73,16 +73,16 @@ def scaled_dot_product_attention(
         else:
             mask = _lower_right(queries, length, query.device)
     with leased(_OPERATION, query, key, value, cache=cache):
-        heads = query.shape[1]
+        heads, attend = query.shape[1], functional.scaled_dot_product_attention
         grouped = enable_gqa and heads != keys.shape[1]
         if not grouped or not query.is_cpu or queries != 1 or not _fits_one_query(mask, heads):
-            return _SDPA(query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=grouped)
+            return attend(query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=grouped)
         # With one query per head, the heads of a group become the queries of one head.
         batch, _, _, size = query.shape
         stacked = query.reshape(batch, keys.shape[1], -1, size)
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
             mask = mask.reshape(*mask.shape[:-3], keys.shape[1], -1, mask.shape[-1])
-        out = _SDPA(stacked, keys, values, mask, dropout_p, scale=scale)
+        out = attend(stacked, keys, values, mask, dropout_p, scale=scale)
         return out.reshape(batch, heads, 1, values.shape[-1])
 
 
