@@ -1,4 +1,4 @@
-// Alignment, and sizes that cannot overflow silently.
+// Alignment, sizes that cannot overflow silently, and cache lines.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,16 @@ inline std::optional<std::size_t> checked_multiply(std::size_t a, std::size_t b)
   std::size_t product;
   if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;
   return product;
+}
+
+inline constexpr std::size_t kCacheLine = 64;
+
+// Begins to load all of an object's cache lines at once, before the first of them is needed;
+// `kWrites`: to write to them.
+template <bool kWrites = false>
+void prefetch_lines(const void* object, std::size_t bytes) {
+  const auto* const begin = static_cast<const std::byte*>(object);
+  for (std::size_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(begin + at, kWrites);
 }
 
 }  // namespace vtensor

@@ -161,7 +161,7 @@ void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths
   use(caller);
   for (const std::size_t slot : due_) {
     for (std::size_t group = 0; group < buffers_.groups(); ++group)
-      buffers_.at(slot, group).prefetch_lines();
+      prefetch_lines(&buffers_.at(slot, group), sizeof(Buffer));
   }
   for (const std::size_t slot : due_) finish_prefix(caller, slot);
   list_growths(lengths, bands);

@@ -79,11 +79,6 @@ class Buffer final : public Client {
   // Also the owner's positions from `written` on are not shared.
   bool is_ready(Interval positions, std::size_t written) const VT_LOCKED;
   void grow_ready(const Caller& caller, Interval positions) VT_LOCKED;
-  // Prefetches its cache lines: many buffers are loaded at once before the first one is read.
-  void prefetch_lines() const {
-    const auto* const begin = reinterpret_cast<const std::byte*>(this);
-    for (std::size_t at = 0; at < sizeof *this; at += kCacheLine) __builtin_prefetch(begin + at);
-  }
   // Makes `positions` the owner's by one `Growth` that writes the positions it adds.
   void grow(const Caller& caller, Interval positions, bool populate, Interval stale = {});
   // Grows several buffers of one pool, each named once: whole or nothing (I8), and mapped by one
@@ -241,8 +236,6 @@ class Buffer final : public Client {
   // The position to look ahead to.
   std::size_t lead() const VT_LOCKED;
   void try_to_cache() VT_LOCKED;
-
-  static constexpr std::size_t kCacheLine = 64;
 
   // The members that growth over ready pages reads lie together: one step grows many buffers, whose
   // memory is cold.

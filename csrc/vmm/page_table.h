@@ -148,7 +148,7 @@ class PageTable {
     change_indices(indices,
                    [&change](Index index) { return Index(index.mapped(), change(index)); });
   }
-  // Prefetch in two steps what set_why and reserve read at an index; see Buffer::prefetch_lines.
+  // Prefetch in two steps what set_why and reserve read at an index; see prefetch_lines.
   void prefetch_place(std::size_t index) const VT_LOCKED {
     indices_.prefetch_place(index);
     entries_.prefetch_place(place(0, index));

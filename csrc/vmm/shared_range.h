@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/align.h"
 #include "vmm/page_store.h"
 #include "vmm/pool_lock.h"
 #include "vmm/shared_file.h"
@@ -40,10 +41,8 @@ class SharedRange {
   }
   // Begins to bring near what set_words will write: after a decode step it is in no cache.
   void prefetch_words() const noexcept {
-    constexpr std::size_t kWordsALine = 64 / sizeof(shared::Word);
     __builtin_prefetch(&parts_.header().words_version, 1);
-    for (std::size_t n = 0; n < parts_.sizes.words; n += kWordsALine)
-      __builtin_prefetch(&parts_.word(n), 1);
+    prefetch_lines<true>(&parts_.word(0), parts_.sizes.words * sizeof(shared::Word));
   }
   // The words from `first` on become `values`, as one change to readers; none if they are so
   // already.

@@ -211,8 +211,8 @@ class VTensorCache(DynamicCache):
     def keep(self, length: int, layers: list[Any]) -> None:
         """Keeps the first ``length`` tokens in some layers. Empties all if one of them cannot go back."""
         ours = [layer for layer in layers if isinstance(layer, VTensorLayer)]
-        others = [layer for layer in layers if layer not in ours and not holds_nothing(layer)]
-        if others or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in ours):
+        linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+        if linear or not all(isinstance(x, VTensorLayer) or holds_nothing(x) for x in layers):
             self.reset()
             return
         for layer in ours:

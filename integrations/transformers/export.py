@@ -49,9 +49,10 @@ def _flatten(cache: VTensorCache) -> tuple[list[torch.Tensor], Context]:
                 f"[VTensorCache] a {type(layer).__name__} in an input of torch.export, which takes K and V "
                 "alone: export the model without a cache"
             )
-        held = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
-        context.append((getattr(layer, "sliding_window", None), bool(held)))
-        leaves += held
+        states: list[Any] = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+        held = all(x is not None for x in states)
+        context.append((getattr(layer, "sliding_window", None), held))
+        leaves += states if held else []
     return leaves, context
 
 

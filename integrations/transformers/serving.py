@@ -151,8 +151,7 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
             )
         if self._attended != len(self.cache):  # other attention mixes the requests
             raise _not_served(self.model, "does not attend through AttentionInterface once a layer")
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return output.logits[0]  # type: ignore[no-any-return]
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """Writes K and V of the plan's tokens, [1, heads, tokens, head_dim], to their slots."""

@@ -127,10 +127,10 @@ def store(
 ) -> None:
     """Copies checked states to their places; ``places`` has these, unless there is one run."""
     with torch._C._DisableTorchDispatch():  # of FakeTensorMode, which copies nothing
-        if whole.element_size() == 1:  # torch writes bytes to several places, but not every type of one byte
-            states, whole = states.view(torch.uint8), whole.view(torch.uint8)
         if places is not None:
             slots, positions = places
+            if whole.element_size() == 1:  # torch writes bytes to several places, and not every type of one
+                states, whole = states.view(torch.uint8), whole.view(torch.uint8)
             whole[(slots, slice(None), positions) if heads_dim == 1 else (slots, positions)] = states
             return
         slot = whole[runs.slots[0]]

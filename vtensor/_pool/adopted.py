@@ -65,20 +65,15 @@ def _refuse(owner: Owner, *arguments: object) -> None:
     if isinstance(owner, torch.nn.Module):
         tensors = chain(owner.parameters(), owner.buffers())
     else:
-        tensors = chain(_parameters(owner), (t for _, t in optimizer_state(owner)))
+        tensors = chain(parameters_of(owner), (t for _, t in optimizer_state(owner)))
     for t in tensors:
         raise_if_asleep(type(owner).__name__, "its memory", t)
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-    raise_if_step_sleeps(type(optimizer).__name__, "its memory", optimizer)
-
-
-def raise_if_step_sleeps(operation: str, what: str, optimizer: torch.optim.Optimizer) -> None:
-    """What a step reads and writes: parameters, their gradients, and the optimizer's state."""
-    gradients = (p.grad for p in _parameters(optimizer) if p.grad is not None)
-    for t in chain(_parameters(optimizer), gradients, (t for _, t in optimizer_state(optimizer))):
-        raise_if_asleep(operation, what, t)
+    _refuse(optimizer)
+    for t in gradients_of(optimizer):
+        raise_if_asleep(type(optimizer).__name__, "a gradient", t)
 
 
 def raise_if_asleep(operation: str, what: str, t: torch.Tensor) -> None:
@@ -87,8 +82,12 @@ def raise_if_asleep(operation: str, what: str, t: torch.Tensor) -> None:
         raise Asleep(f"[{operation}] {what} is asleep: call wake() of its pool first")
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (p.grad for p in parameters_of(optimizer) if p.grad is not None)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,7 +95,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tor
 
     Others, such as Adam's step count for a parameter on a device, have to stay where they are.
     """
-    for i, p in enumerate(_parameters(optimizer)):
+    for i, p in enumerate(parameters_of(optimizer)):
         for name, value in optimizer.state.get(p, {}).items():
             if isinstance(value, torch.Tensor) and value.device == p.device:
                 yield f"{name} of parameter {i}", value

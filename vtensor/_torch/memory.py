@@ -14,7 +14,7 @@ from vtensor import _core
 from vtensor._base.arguments import of_type, tag_of
 from vtensor._base.terminal import Progress
 from vtensor._base.torch_modes import whole_storage, without_modes
-from vtensor._pool.adopted import optimizer_state, raise_if_asleep, raise_if_step_sleeps
+from vtensor._pool.adopted import gradients_of, optimizer_state, parameters_of, raise_if_asleep
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Heap, Pool, default_pool, open_pools
 from vtensor.tensor import VTensor
@@ -167,7 +167,8 @@ def _tensors_of(what: object) -> list[torch.Tensor]:
     """Each tensor once, after a check that it can be moved."""
     found: dict[int, torch.Tensor] = {}
     if isinstance(what, torch.optim.Optimizer):  # a sleep that has begun does not refuse its step
-        raise_if_step_sleeps("adopt", "a parameter of the optimizer, or its gradient,", what)
+        for t in (*parameters_of(what), *gradients_of(what)):
+            raise_if_asleep("adopt", "a parameter of the optimizer, or its gradient,", t)
     for name, t in _named(what):
         if reason := _unfit(t):
             raise InvalidArgument(f"[adopt] {name} {reason}; nothing was moved")

@@ -80,7 +80,6 @@ class Engine:
             check = getattr(self.forward, "check", None)
             if check is not None:
                 check(request)
-        self.scheduler.check(request)
 
     def cancel(self, request_id: abc.Hashable) -> None:
         """Ends a request. The next step returns its tokens so far.
@@ -121,6 +120,7 @@ class Engine:
         ids: set[abc.Hashable] = set()
         for request in requests:
             self._check(request)
+            self.scheduler.check(request)
             if request.id in ids:
                 raise InvalidArgument(
                     f"[Engine.run] two requests have the id {request.id!r}: choose another id for one"
