@@ -269,7 +269,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, std::chrono::n
     }
     break;
   }
-  pool->changed();
+  pool->mapper_rests();
   return next;
 }
 

@@ -259,9 +259,10 @@ void PagePool::await(PoolLock& lock, const char* operation, const char* what,
 
 // A thread that lets the lock go first settles what ended generations left, and wakes the mapper if
 // it is to be woken. What comes in the last moment before the wait is seen when it ends, soon.
-void PagePool::wait_changed(PoolLock& lock, steady_clock::time_point until) {
+void PagePool::wait(PoolLock& lock, std::condition_variable& change,
+                    steady_clock::time_point until) {
   if (tidy()) after_unlock();
-  lock.wait_changed(until);
+  lock.wait(change, until);
 }
 
 void PagePool::quiesce(PoolLock& lock, const char* operation) {
@@ -423,7 +424,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
               " tensors have pages that work on the device may still use, or the mapper is "
               "busy; they stay mapped, and go once that has ended");
     }
-    wait_changed(lock, steady_clock::now() + kLook);
+    wait(lock, mapper_rests_, steady_clock::now() + kLook);
     reap();
     refused = settle_all(lock);
     if (!refused) refused = mapper_error_;

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -210,7 +211,14 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void await(PoolLock& lock, const char* operation, const char* what,
              const std::function<bool()>& done) VT_LOCKED;
   // Waits until the next change, or `until`.
-  void wait_changed(PoolLock& lock, std::chrono::steady_clock::time_point until) VT_LOCKED;
+  void wait_changed(PoolLock& lock, std::chrono::steady_clock::time_point until) VT_LOCKED {
+    wait(lock, changed_, until);
+  }
+  // The mapper has done all that it can do now.
+  void mapper_rests() VT_LOCKED {
+    changed();
+    mapper_rests_.notify_all();
+  }
   // Waits until no thread makes driver calls without the lock; the mapper begins none meanwhile.
   // Throws TimedOut.
   void quiesce(PoolLock& lock, const char* operation) VT_LOCKED;
@@ -223,6 +231,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
            std::unique_ptr<Ledger> ledger);
   void start_mapper() VT_LOCKED;
+  void wait(PoolLock& lock, std::condition_variable& change,
+            std::chrono::steady_clock::time_point until) VT_LOCKED;
   bool idle() const VT_LOCKED;
   // Waits until all work is over that was launched so far in the streams of its clients. Throws
   // Closed once the pool has retired, TimedOut, DriverError.
@@ -260,6 +270,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   bool wake_mapper_ VT_GUARDED = false;  // to be woken once the lock is free
   std::atomic<bool> retired_{false};     // the pool's owner has left
   std::exception_ptr mapper_error_ VT_GUARDED;
+  // wait_idle() sleeps on it: to wake it at each of the mapper's steps makes these slower.
+  std::condition_variable mapper_rests_;
 
   std::atomic<Ended*> ended_{nullptr};  // a stack of what has ended and is not reaped yet
   const std::shared_ptr<Mapper> mapper_;

@@ -79,9 +79,10 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
   PoolLock& operator=(PoolLock&&) = delete;
   explicit operator bool() const { return lock_.owns_lock(); }
 
-  // Lets it go until the next change, or `until`; does not tidy.
-  void wait_changed(std::chrono::steady_clock::time_point until) VT_LOCKED {
-    pool_->changed_.wait_until(lock_, until);
+  // Lets it go until `change` is notified, or `until`; does not tidy.
+  void wait(std::condition_variable& change, std::chrono::steady_clock::time_point until)
+      VT_LOCKED {
+    change.wait_until(lock_, until);
   }
 
  private:
