@@ -37,7 +37,7 @@ import torch
 
 from vtensor import _core
 from vtensor._base.arguments import of_type
-from vtensor._base.processes import Closes, StaysHere, keep_private
+from vtensor._base.processes import Closes, StaysHere
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text
@@ -79,21 +79,22 @@ class _View:
         offset = max(0, tensor.data_ptr() - base)
         return cls(number, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-    def over(self, core: ReaderCore, storages: list[torch.UntypedStorage]) -> torch.Tensor:
-        """The tensor, over the ranges as they were received.
+    def over(self, core: ReaderCore) -> torch.Tensor:
+        """The tensor, in its range as it was received. Its storage has its bytes alone.
 
         Raises:
             VTensorError: it does not lie in its range.
         """
         item = self.dtype.itemsize
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
-        inside = 0 <= self.offset and self.offset + (last + 1) * item <= core.bytes(self.range)
+        nbytes = max(0, (last + 1) * item)
+        inside = 0 <= self.offset <= self.offset + nbytes <= core.bytes(self.range)
         if self.offset % item or min(self.strides, default=0) < 0 or not inside:
             raise VTensorError("[reader] what was received does not fit its range: send it again")
+        storage = cast(torch.UntypedStorage, core.storage(self.range, self.offset, nbytes))
         with without_modes():
-            return torch.empty(0, dtype=self.dtype, device=storages[self.range].device).set_(  # type: ignore[call-overload, no-any-return]
-                storages[self.range], self.offset // item, self.sizes, self.strides
-            )
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return tensor.set_(storage, 0, self.sizes, self.strides)  # type: ignore[call-overload, no-any-return]
 
 
 class Reader(VTensor):
@@ -323,9 +324,16 @@ def _reduce(tensor: VTensor) -> Any:
     return _rebuild, (sent, view, core.grow_dim)
 
 
+def _refuse_to_forward(reader: Reader) -> NoReturn:
+    raise VTensorError(
+        "[Reader] a reader goes to no other process: put the tensor itself into a queue in the process that "
+        "writes, or send a copy, x.clone()"
+    )
+
+
 def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:
     core = _receive(sent, 2)
-    whole = view.over(core, [cast(torch.UntypedStorage, core.storage(0))])
+    whole = view.over(core)
     with without_modes():
         reader = torch.empty(0, dtype=view.dtype, device=whole.device).as_subclass(Reader)
     reader._core, reader._whole, reader._grow_dim = core, whole, grow_dim
@@ -449,8 +457,7 @@ def share(module: torch.nn.Module) -> SharedModule:
 def _rebuild_object(reader: Any, sent: _Sent, words: int, views: dict[Any, _View]) -> Any:
     made = reader.__new__(reader)
     made._core = core = _receive(sent, words)
-    storages = [core.storage(i) for i in range(core.ranges)]
-    made._tensors = {key: view.over(core, storages) for key, view in views.items()}
+    made._tensors = {key: view.over(core) for key, view in views.items()}
     made.sync()
     return made
 
@@ -498,5 +505,5 @@ reduction.ForkingPickler.register(SharedModule, _reduce_module)
 for _class in (VTensor, CopyOnWriteVTensor, AsleepVTensor):  # the last two say why not
     reduction.ForkingPickler.register(_class, _reduce)
 for _class in (Reader, _ClosedReader, _ParentsReader):
-    keep_private(_class)
+    reduction.ForkingPickler.register(_class, _refuse_to_forward)
 del _class

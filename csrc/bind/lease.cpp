@@ -82,7 +82,8 @@ std::vector<nb::object> cores_of(const char* operation, nb::handle tensors) {
   return each(operation, "tensors", tensors, [operation](nb::handle tensor) {
     nb::object core = nb::getattr(tensor, "_core", nb::none());
     if (!nb::isinstance<TensorCore>(core))
-      refuse(operation, "got ", type_text(tensor), ": give VTensors");
+      refuse(operation, "got ", type_text(tensor),
+             ": give VTensors; of a Reader, call record_stream(stream)");
     return core;
   });
 }

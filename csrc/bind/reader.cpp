@@ -64,9 +64,10 @@ class ReaderCore {
     static_cast<void>(memory.driver().capturing("reader", stream));
     memory.note({"reader", stream});  // as a stream of torch's: it is used again when pages go
   }
-  nb::object storage(std::size_t i) {
-    const RangeReader& range = open().at(i);
-    return TorchBridge::get().storage_over(readers_, device(), range.base(), bytes(i));
+  // Of bytes that lie in the range.
+  nb::object storage(std::size_t i, std::size_t offset, std::size_t bytes) {
+    const Address at = open().at(i).base() + offset;
+    return TorchBridge::get().storage_over(readers_, device(), at, bytes);
   }
   void close() {
     const auto lock = begin();
@@ -131,7 +132,7 @@ void bind_reader(nb::module_& module) {
       .def(nb::init<ReaderFiles&, std::size_t, const std::string&>(), "files"_a, "words"_a,
            "cuda_library"_a)
       .def("sync", &ReaderCore::sync)
-      .def("storage", &ReaderCore::storage, "range"_a)
+      .def("storage", &ReaderCore::storage, "range"_a, "offset"_a, "nbytes"_a)
       .def("close", &ReaderCore::close)
       .def_prop_ro("closed", &ReaderCore::closed)
       .def_prop_ro("ranges", &ReaderCore::ranges)

@@ -148,7 +148,7 @@ std::shared_ptr<SharedRange> SharedRanges::add(const char* operation, Address ba
   if (driver_.traits().exports == ExportKind::none) {
     throw InvalidArgument("[", operation,
                           "] only memory of a shareable pool can be read by other processes: make "
-                          "the pool with Pool(shareable=True), or send a copy, x.clone()");
+                          "the pool with Pool(shareable=True), or send copies, x.clone()");
   }
   collect();  // no page that goes may call it for ranges that are gone
   std::shared_ptr<SharedRange> range(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import io
 import itertools
 import multiprocessing
 import os
@@ -317,7 +318,9 @@ def test_a_reader_is_a_tensor_like_any_other(pool, other):
     like = "(lambda made: (made.shape, made.dtype, made.capacity, made.pool.device))(vtensor.empty_like(r))"
     assert other.evaluate(like) == (t.shape, t.dtype, 4096, torch.device("cpu"))
     kind, text = other.evaluate("multiprocessing.reduction.ForkingPickler.dumps(r)")
-    assert kind == "VTensorError"
+    assert kind == "VTensorError" and "in the process that writes" in text
+    kind, text = other.evaluate("vtensor.lease(r).__enter__()")
+    assert kind == "InvalidArgument" and "record_stream" in text
     assert other.close() is None
 
 
@@ -399,7 +402,7 @@ def test_a_killed_writer_leaves_what_was_synced(tmp_path, kind):
             pipe.send(1)
         writer.join(60)
         assert writer.exitcode == -signal.SIGKILL
-    view = sharing._View(0, phase, (100, 8), (8, 1), torch.float32).over(core, [core.storage(0)])
+    view = sharing._View(0, phase, (100, 8), (8, 1), torch.float32).over(core)
     assert bool((view == 7).all())
     time.sleep(0.06)
     with pytest.raises(vtensor.Closed, match="the process that wrote has ended"):
@@ -561,7 +564,7 @@ def test_a_tensor_that_does_not_lie_in_its_range_is_refused(pool):
     for offset, sizes, stride in ((0, most + 1, 64), (256, most, 64), (2, 1, 64), (-256, 1, 64), (0, 1, -64)):
         view = sharing._View(0, offset, (sizes, 64), (stride, 1), torch.float32)
         with pytest.raises(vtensor.VTensorError, match="does not fit its range"):
-            view.over(core, [core.storage(0)])
+            view.over(core)
     core.close()
 
 
@@ -654,7 +657,7 @@ def test_a_refused_sync_shows_what_was_there(pool, kind):
     core.fail_after(1 << 40, 1)
     core.sync()
     assert refused > (1 if kind in HANDLES else 0) and core.words == [0, 510]
-    seen = torch.empty(0, dtype=torch.float32).set_(core.storage(0), 0, (510, 64), (64, 1))
+    seen = torch.empty(0, dtype=torch.float32).set_(core.storage(0, 0, 510 * 256), 0, (510, 64), (64, 1))
     assert torch.equal(seen, t[0])
     del seen
     core.close()
@@ -694,6 +697,10 @@ def test_a_module(pool, other):
     with torch.no_grad():
         module[0].weight.mul_(2)
     assert torch.equal(other.evaluate("r.state_dict()['0.weight'].clone()"), module[0].weight)
+    save = "(torch.save(r.state_dict(), file := __import__('io').BytesIO()), file.getvalue())[1]"
+    saved = other.evaluate(save)
+    assert len(saved) < 10 * PAGE  # not the range
+    assert torch.equal(torch.load(io.BytesIO(saved))["0.weight"], module[0].weight)
     other.close()
     with pytest.raises(vtensor.InvalidArgument, match="in no pool"):
         vtensor.share(torch.nn.Linear(2, 2))

@@ -2,9 +2,9 @@
 
 Torch shares a tensor in two steps: it copies the whole storage to shared memory, then replaces the storage's
 memory with the copy. Every tensor over that storage would leave the addresses that vtensor maps (I1), and its
-writes would go where vtensor never reads. So vtensor's storages refuse, by methods set on each. Tensors that
-other processes cannot read refuse too, by a reducer registered for their class. VTensor's own reducer hands
-tensors of a shareable pool over (vtensor/sharing.py). Nothing of torch is patched.
+writes would go where vtensor never reads. So vtensor's storages refuse, by methods set on each. Reducers for
+its classes hand tensors of a shareable pool over, and refuse others (vtensor/sharing.py). Nothing of torch is
+patched.
 
 A tensor that another library made over our memory, through DLPack for example, has a storage of its own.
 Torch shares a copy of that one, and vtensor's storages stay in place.
@@ -13,10 +13,7 @@ Torch shares a copy of that one, and vtensor's storages stay in place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, Self
-
-import torch
 
 from vtensor.errors import VTensorError
 
@@ -56,8 +53,3 @@ class Closes(StaysHere, ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def keep_private(tensor_class: type[torch.Tensor]) -> None:
-    """Makes multiprocessing's queues, pipes and process arguments refuse tensors of ``tensor_class``."""
-    ForkingPickler.register(tensor_class, _refuse)
