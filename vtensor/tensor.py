@@ -539,6 +539,11 @@ def from_tensor(
             "[from_tensor] x is nested, and all rows of a VTensor have one length: give "
             "x.to_padded_tensor(0.0), or use a vtensor.KVCache"
         )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            "[from_tensor] x requires grad, and a VTensor keeps no graph: give x.detach(), or work under "
+            "torch.no_grad()"
+        )
     dim = _checked_dim("from_tensor", x.shape, grow_dim)
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]
     device = None if pool is not None else x.device

@@ -53,7 +53,7 @@ void set_error(const std::exception_ptr& thrown) {
   } catch (const std::bad_alloc&) {
     raise("OutOfPages",
           "[vtensor] the process has no memory left for vtensor's own tables: free some, or raise "
-          "its limit (ulimit -v)");
+          "its limits (ulimit -v, ulimit -d)");
   }
 }
 

@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import vtensor
 
@@ -16,20 +15,8 @@ from .model import TEXT, make_llama, read_tokens
 from .report import notes, save_picture, table
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(options: argparse.Namespace) -> int:
     """Runs the demo. Returns the exit status: 0, or 1 if the caches disagree."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vtensor demo", description="A real text, read and continued with each cache."
-    )
-    parser.add_argument("--quick", action="store_true", help="a few hundred tokens, to see that it runs")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        default=Path("vtensor-demo.png"),
-        help="where to save it (%(default)s)",
-    )
-    options = parser.parse_args(arguments)
     settings = measure.QUICK if options.quick else measure.FULL
     start = time.perf_counter()
     model = make_llama(settings.layers, settings.vocab_size)

@@ -156,8 +156,6 @@ def test_info_says_that_private_copies_cannot_be_seen(tmp_path: Path, capsys) ->
     ],
 )
 def test_wrong_arguments(arguments: list[str], tells: str, capsys) -> None:
-    if arguments[:1] == ["demo"]:
-        pytest.importorskip("transformers")
     assert main(arguments) == 2
     shown = capsys.readouterr()
     assert tells in shown.err and "usage: python -m" in shown.err
@@ -244,12 +242,13 @@ def test_bench_outside_a_checkout(monkeypatch, capsys, tmp_path: Path) -> None:
     assert "checkout" in capsys.readouterr().err
 
 
-def test_other_commands_do_not_wait_for_the_imports_of_replay(monkeypatch) -> None:
+@pytest.mark.parametrize("command, needs", [("bench", ["cli.bench"]), ("demo", [])])
+def test_help_waits_for_no_imports_of_other_commands_or_models(command, needs, monkeypatch) -> None:
     imported = []
     own = cli._imported
     monkeypatch.setattr(cli, "_imported", lambda name: (imported.append(name), own(name))[1])
-    assert main(["bench", "--help"]) == 0
-    assert imported == ["cli.bench"]
+    assert main([command, "--help"]) == 0
+    assert imported == needs
 
 
 def test_demo_without_its_libraries(monkeypatch, capsys) -> None:

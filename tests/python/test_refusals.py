@@ -68,7 +68,7 @@ t.record_stream(None) -> None
 --- making tensors
 vtensor.empty_like(<NO_TENSOR | cache>, grow_dim=0, capacity=3)
 vtensor.from_tensor(<NO_TENSOR | cache>, 0, 9, pool=pool)
-vtensor.from_tensor(x.requires_grad_(), 1, 9, pool=pool) -> grad
+vtensor.from_tensor(x.requires_grad_(), 1, 9, pool=pool) -> x.detach
 vtensor.from_tensor(x, <4 | -5 | 'a'>, 9, pool=pool) -> [from_tensor] grow_dim is
 vtensor.from_tensor(x, 1, -1, pool=pool) -> [from_tensor] capacity is
 vtensor.zeros(0, grow_dim=1, capacity=3, pool=pool) -> [zeros] grow_dim is

@@ -324,6 +324,7 @@ def test_the_command_writes_json(tmp_path):
         (["--step-ms", 0], "--step-ms 0"),
         (["--token-budget", 3], "token_budget=3"),
         (["--policy", "static", "--memory", "1MiB"], "give it more"),
+        (["--memory", "1MiB"], "1 MiB of memory hold no page of 2 MiB: give it more"),
         (["--latencies", "nowhere.json"], "nowhere.json cannot be read"),
         (["--tokens-per-second", "inf"], "--tokens-per-second inf"),
         (["--copy-bandwidth", 0], "--copy-bandwidth 0"),

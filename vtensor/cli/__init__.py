@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from vtensor import __version__
@@ -63,20 +64,28 @@ def _run(arguments: list[str]) -> int:
     )
     top.add_argument("--once", action="store_true", help="print once, and end")
     top.add_argument("--json", action="store_true", help="print as JSON, a line each second")
-    # demo and bench have parsers of their own, which also handle --help.
-    commands.add_parser("demo", help="a real text, read and continued with each cache", add_help=False)
+    demo = commands.add_parser(
+        "demo",
+        help="a real text, read and continued with each cache",
+        description="A real text, read and continued with each of Hugging Face's caches and ours.",
+    )
+    demo.add_argument("--quick", action="store_true", help="a few hundred tokens, to see that it runs")
+    demo.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
+    picture = "where to save the picture (%(default)s)"
+    demo.add_argument("--picture", type=Path, default=Path("vtensor-demo.png"), help=picture)
+    # bench has a parser of its own, which also handles --help.
     commands.add_parser("bench", help="figures beside their baselines, from a checkout", add_help=False)
     if arguments[:1] not in (["info"], ["top"], ["demo"], ["bench"]):
         _imported("replay.cli").add_parser(commands)
         _imported("allocations.cli").add_parser(commands)
 
     options, rest = parser.parse_known_args(arguments)
-    if rest and (options.command not in ("demo", "bench") or arguments[0] != options.command):
+    if rest and arguments[0] != "bench":
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
     runs: dict[str, Command] = {
         "info": lambda options, rest: _imported("cli.info").main(as_json=options.json),
         "top": lambda options, rest: _imported("cli.top").main(once=options.once, as_json=options.json),
-        "demo": _demo,
+        "demo": lambda options, rest: _demo(options),
         "bench": lambda options, rest: _imported("cli.bench").main(rest),
         "replay": lambda options, rest: _imported("replay.cli").main(options) or 0,
         "replay-allocations": lambda options, rest: _imported("allocations.cli").main(options) or 0,
@@ -89,12 +98,12 @@ def _imported(name: str) -> Any:
     return importlib.import_module(f"vtensor.{name}")
 
 
-def _demo(options: argparse.Namespace, rest: list[str]) -> int:
+def _demo(options: argparse.Namespace) -> int:
     try:
         demo = _imported("integrations.demo")
     except ModuleNotFoundError as missing:
         raise VTensorError(f"[demo] it needs {missing.name}: pip install 'vtensor[demo]'") from missing
-    status: int = demo.main(rest)
+    status: int = demo.main(options)
     return status
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from vtensor._base.units import byte_text
 from vtensor._test_pools import simulated_cuda_pool
 from vtensor.errors import InvalidArgument
 from vtensor.kv import KVCache
@@ -78,6 +79,11 @@ def scale(shape: ModelShape, page_size: int) -> int:
 def _vtensor(server: Server) -> Iterator[ReplayCache]:
     shape, factor = server.shape, scale(server.shape, server.page_size)
     page_size, budget = server.page_size // factor, server.memory // factor
+    if budget < page_size:  # before a pool says it of the scaled sizes
+        raise InvalidArgument(
+            f"[replay] {byte_text(server.memory)} of memory hold no page of {byte_text(server.page_size)}: "
+            "give it more, or smaller pages"
+        )
     if server.driver == "host":
         pool = Pool("cpu", page_size=page_size, budget=budget)
     else:
