@@ -80,10 +80,7 @@ class SlotFaults final : public faults::Range {
 }  // namespace
 
 SlotBuffers::SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape)
-    : pool_(pool),
-      shape_(std::move(shape)),
-      buffers_(shape_.slots, Buffers(groups())),
-      begins_(shape_.slots, std::vector<std::size_t>(groups())) {
+    : pool_(pool), shape_(std::move(shape)), buffers_(shape_.slots, Buffers(groups())) {
   for (const RowGroup& group : shape_.row_groups) {
     for (const RowContent& content : group.contents) {
       for (const std::size_t layer : content.layers) {
@@ -147,7 +144,7 @@ std::size_t SlotBuffers::unit() const {
 
 Interval SlotBuffers::needed(std::size_t slot, std::size_t group, std::size_t length) const {
   if (length == 0) return {};
-  return {begins_[slot][group], std::min(shape_.max_length, length + shape_.tail())};
+  return {begin(slot, group), std::min(shape_.max_length, length + shape_.tail())};
 }
 
 bool SlotBuffers::place(const Caller& caller, std::size_t slot) {
@@ -187,7 +184,6 @@ bool SlotBuffers::place(const Caller& caller, std::size_t slot) {
 
 void SlotBuffers::abandon(std::size_t slot) noexcept {
   for (const std::shared_ptr<Buffer>& buffer : buffers_[slot]) buffer->abandon();
-  std::fill(begins_[slot].begin(), begins_[slot].end(), 0);
 }
 
 void SlotBuffers::use(const Caller& caller, std::size_t slot) {
@@ -196,17 +192,14 @@ void SlotBuffers::use(const Caller& caller, std::size_t slot) {
 
 void SlotBuffers::give_back_passed(std::size_t slot, std::size_t group,
                                    std::size_t length) noexcept {
-  const std::size_t begin = shape_.row_groups[group].first_seen(length);
-  std::size_t& kept = begins_[slot][group];
-  if (page_of(group, begin) <= page_of(group, kept)) return;
-  kept = begin;
-  Buffer& buffer = *buffers_[slot][group];
-  buffer.retract({begin, buffer.positions().end}, shape_.max_length);
+  Buffer& buffer = at(slot, group);
+  const Interval kept{shape_.row_groups[group].first_seen(length), buffer.positions().end};
+  if (page_of(group, kept.begin) > page_of(group, begin(slot, group)))
+    buffer.retract(kept, shape_.max_length);
 }
 
 void SlotBuffers::truncate(std::size_t slot, std::size_t group, std::size_t length) noexcept {
-  if (length == 0) begins_[slot][group] = 0;
-  Buffer& buffer = *buffers_[slot][group];
+  Buffer& buffer = at(slot, group);
   Interval kept = needed(slot, group, length);
   kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
   buffer.retract(kept, length + shape_.tail() + shape_.lookahead);

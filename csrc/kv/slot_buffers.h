@@ -40,8 +40,10 @@ class SlotBuffers {
   Buffer& at(std::size_t slot, std::size_t group) const { return *buffers_[slot][group]; }
   // The buffers of all slots that were ever used.
   std::vector<std::shared_ptr<Buffer>> all() const;
-  // For each row group: the first position that the slot still has.
-  const std::vector<std::size_t>& begins(std::size_t slot) const { return begins_[slot]; }
+  // The first position that the slot still has in a row group, also while it is in host memory.
+  std::size_t begin(std::size_t slot, std::size_t group) const {
+    return at(slot, group).positions().begin;
+  }
 
   // The row groups of `bands`; all of them if none is named.
   std::vector<std::size_t> groups_of(Bands bands) const;
@@ -64,10 +66,6 @@ class SlotBuffers {
   void give_back_passed(std::size_t slot, std::size_t group, std::size_t length) noexcept;
   // Gives back the pages past `length`, its tile and its look-ahead.
   void truncate(std::size_t slot, std::size_t group, std::size_t length) noexcept;
-  // A fork has the positions that its source still has.
-  void begin_as(std::size_t slot, std::size_t source) { begins_[slot] = begins_[source]; }
-  // A row group without positions starts at position 0 again.
-  void begin_anew(std::size_t slot, std::size_t group) { begins_[slot][group] = 0; }
   // Shows the pages to readers in other processes. Returns what they see of the first range, with
   // a word for each slot. Throws InvalidArgument if the pool is not shareable, DriverError.
   SharedRange* share(const Caller& caller);
@@ -83,8 +81,7 @@ class SlotBuffers {
   const SlotCacheShape shape_;
   std::vector<std::size_t> band_of_layer_;  // band index of each layer
   Buffers ranges_;
-  std::vector<Buffers> buffers_;                  // [slot]
-  std::vector<std::vector<std::size_t>> begins_;  // [slot]: see begins()
+  std::vector<Buffers> buffers_;  // [slot]
 };
 
 }  // namespace vtensor

@@ -93,7 +93,7 @@ SlotCacheCounts SlotCache::counts() {
     for (std::size_t group = 0; group < buffers_.groups(); ++group) {
       const RowGroup& rows = buffers_.group(group);
       counts.live_bytes += rows.rows * rows.item_bytes *
-                           sub_sat(lengths_->here(slot, rows.band), buffers_.begins(slot)[group]);
+                           sub_sat(lengths_->here(slot, rows.band), buffers_.begin(slot, group));
     }
   }
   counts.free = lengths_->count(SlotState::free);
@@ -256,7 +256,7 @@ std::size_t SlotCache::room_of(std::size_t slot, std::size_t group, std::size_t 
   const std::size_t mapped = buffer.extent().end * page / rows.item_bytes;
   if (mapped < most) room = std::min(room, sub_sat(mapped, buffers_.shape().tail()));
   if (rows.window == 0 || rows.window >= most) return room;
-  const std::size_t next = (buffers_.page_of(group, buffers_.begins(slot)[group]) + 1) * page;
+  const std::size_t next = (buffers_.page_of(group, buffers_.begin(slot, group)) + 1) * page;
   return std::min(room, ceil_div(next, rows.item_bytes) + rows.window - 1);
 }
 
@@ -342,7 +342,7 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
   }
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     const RowGroup& rows = buffers_.group(group);
-    if (length == 0 || buffers_.begins(slot)[group] <= rows.first_seen(length)) continue;
+    if (length == 0 || buffers_.begin(slot, group) <= rows.first_seen(length)) continue;
     throw InvalidArgument(
         "[", caller.operation, "] slot ", slot, " cannot go back to ", length,
         " tokens: layers with a window of ", rows.window,
@@ -451,7 +451,7 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
   std::vector<Growth> growths;
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     Buffer& buffer = buffers_.at(slot, group);
-    const Interval here{buffers_.begins(slot)[group],
+    const Interval here{buffers_.begin(slot, group),
                         lengths_->here(slot, buffers_.group(group).band)};
     const Interval written = intersection(positions, here);
     if (!written.empty()) growths.push_back({&buffer, buffer.positions(), written});
@@ -467,8 +467,7 @@ void SlotCache::require_kept(const Caller& caller, std::size_t group, std::size_
   const RowGroup& rows = buffers_.group(group);
   lengths_->require_used(caller, slot);
   lengths_->require_here(caller, slot, rows.band);
-  const std::size_t length = lengths_->length(slot, rows.band),
-                    begin = buffers_.begins(slot)[group];
+  const std::size_t length = lengths_->length(slot, rows.band), begin = buffers_.begin(slot, group);
   if (positions.end > length) {
     throw InvalidArgument("[", caller.operation, "] layer ", layer, ", slot ", slot, ", tokens ",
                           positions.begin, " to ", positions.end, ": the slot has ", length,

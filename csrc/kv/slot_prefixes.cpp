@@ -47,7 +47,6 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
           source ? buffers_.at(*source, group).positions() : Interval{0, length};
       buffers_.at(slot, group).accept(caller, positions, page_sets[group], deferred);
     }
-    if (source) buffers_.begin_as(slot, *source);
     begin(caller, slot, length);
     prompts_[slot] = {std::move(tokens), 0};
     expects_[slot] = deferred;
@@ -106,7 +105,7 @@ std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
 // Throws if a window has given back pages that would be published.
 void SlotCache::require_first_pages(const Caller& caller, std::size_t slot) const {
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
-    if (buffers_.begins(slot)[group] == 0) continue;
+    if (buffers_.begin(slot, group) == 0) continue;
     const std::size_t window = buffers_.group(group).window;
     throw InvalidArgument("[", caller.operation, "] slot ", slot, " has layers with a window of ",
                           window, " that gave their first pages back: publish before it is ",

@@ -39,7 +39,7 @@ std::size_t SlotSwaps::add_copies(std::vector<Copy>& copies, const Part& part, s
     const RowGroup& group = buffers_.group(i);
     const std::size_t shared = head == nullptr ? 0 : head->length;
     const std::size_t split = buffers_.page_of(i, shared) * buffers_.pool()->page_size();
-    const std::size_t kept = split != 0 ? split : buffers_.begins(part.slot)[i] * group.item_bytes;
+    const std::size_t kept = split != 0 ? split : buffers_.begin(part.slot, i) * group.item_bytes;
     const Interval left =
         &image == head ? Interval{0, split} : Interval{kept, image.length * group.item_bytes};
     if (left.empty()) continue;
@@ -70,7 +70,7 @@ void SlotSwaps::join(std::span<const Part> parts, std::list<Image>& images) cons
     for (const std::size_t i : part.groups) {
       const Buffer& buffer = buffers_.at(part.slot, i);
       const std::size_t pages = buffer.shared_with(buffers_.at(first.slot, i));
-      const bool whole = buffers_.begins(part.slot)[i] == 0;
+      const bool whole = buffers_.begin(part.slot, i) == 0;
       // The longest length with `pages` whole pages: a group swapped again has the same length.
       const std::size_t most =
           ((pages + 1) * buffers_.pool()->page_size() - 1) / buffers_.group(i).item_bytes;
@@ -162,11 +162,7 @@ void SlotSwaps::swap_in(const Caller& caller, std::span<const std::size_t> slots
   }
   // From here on nothing is refused.
   arriving_.splice(arriving_.end(), arriving);
-  for (const Part& part : parts) {
-    drop(part.slot, part.bands);
-    if (lengths_.length(part.slot, part.bands.front()) != 0) continue;
-    for (const std::size_t group : part.groups) buffers_.begin_anew(part.slot, group);
-  }
+  for (const Part& part : parts) drop(part.slot, part.bands);
 }
 
 // Maps pages for the positions of a part that were not truncated meanwhile, and launches the
@@ -221,14 +217,18 @@ void SlotSwaps::restore(const Caller& caller, const Part& part, std::size_t leng
     }
     Buffer::grow_all(caller, growths, false);
   } catch (...) {
-    for (const std::size_t group : part.groups) buffers[group]->retract({});
+    send_back(part);
     throw;
   }
 }
 
-// Unmaps a part's pages, after the copies from and to them, which `order_copies` has noted.
+// Unmaps a part's pages, after the copies from and to them, which `order_copies` has noted. Its
+// buffers keep the position at which they begin.
 void SlotSwaps::send_back(const Part& part) noexcept {
-  for (const std::size_t group : part.groups) buffers_.at(part.slot, group).retract({});
+  for (const std::size_t group : part.groups) {
+    const std::size_t begin = buffers_.begin(part.slot, group);
+    buffers_.at(part.slot, group).retract({begin, begin});
+  }
 }
 
 // The first slot of a head is back: the others will map its pages. If a refusal prevents that,

@@ -175,6 +175,10 @@ void Buffer::set_positions(Interval positions) {
 
 void Buffer::assign(Interval positions, Interval extent) {
   set_positions(positions);
+  set_extent(extent);
+}
+
+void Buffer::set_extent(Interval extent) {
   const Interval was = std::exchange(extent_, extent);
   for (const Interval lost : difference(was, extent)) release(lost);
   for (const Interval gained : difference(extent, was)) range_.set_why(gained, Why::needed);
@@ -200,9 +204,9 @@ void Buffer::ahead_changed() {
 }
 
 bool Buffer::is_ready(Interval positions, std::size_t written) const {
-  const Interval added = indices_of({positions_.end, positions.end});
-  if (added.end > ready_end_) return false;
-  if (added.end > extent_.end && !ready_after_.empty()) return false;
+  const std::size_t end = indices_of(positions).end;
+  if (end > ready_end_) return false;
+  if (end > extent_.end && !ready_after_.empty()) return false;
   if (!shares()) return true;
   const Interval own = indices_of({std::min(written, positions_.end), positions.end});
   return range_.first_not(own, is_writable) >= own.end;

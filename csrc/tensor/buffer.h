@@ -70,7 +70,7 @@ class Buffer final : public Client {
 
   // The owner's positions. Other threads read them with the lock.
   Interval positions() const { return positions_; }
-  // The page indices that the positions need.
+  // The page indices that the positions need; none while they are expected.
   Interval extent() const VT_LOCKED { return extent_; }
   // Makes `positions` the owner's without a driver call: if the pages that they add are ready and
   // not shared. False, and nothing is changed, if they are not or if another thread holds the lock.
@@ -131,11 +131,11 @@ class Buffer final : public Client {
   // Makes pages of `indices` copy-on-write that were offered and are still writable here. If there
   // are any, waits for the work of all streams that use this buffer.
   void protect(const Caller& caller, Interval indices);
-  // Maps the pages of adjacent `page_sets`, which hold `positions`, copy-on-write at their indices:
-  // they are the owner's then. If `deferred`, they are expected, and mapped by the mapper or by
-  // `accept_expected`. Waits for pages that are leaving there. If it fails, pages may have become
-  // copy-on-write in the buffer that they come from. Requires: the owner has no positions, and
-  // nothing is ready or cached at those indices.
+  // Makes `positions` the owner's, and maps the pages of adjacent `page_sets`, which hold them,
+  // copy-on-write at their indices: those are the extent then. If `deferred`, they are expected,
+  // and mapped by the mapper or by `accept_expected`. Waits for pages that are leaving there. If it
+  // fails, pages may have become copy-on-write in the buffer that they come from. Requires: the
+  // owner has no positions, and nothing is ready or cached at those indices.
   void accept(const Caller& caller, Interval positions, PageSetSpan page_sets,
               bool deferred = false);
   void accept_expected(const Caller& caller);
@@ -208,8 +208,9 @@ class Buffer final : public Client {
   void set_positions(Interval positions) VT_LOCKED;
   // Has readers in other processes see these positions.
   void show(Interval positions) noexcept;
-  // Sets the owner's positions and extent. Requires: its pages are mapped.
+  // Set the owner's positions and extent. Requires: its pages are mapped.
   void assign(Interval positions, Interval extent) VT_LOCKED;
+  void set_extent(Interval extent) VT_LOCKED;
   // `assign` for a growth: counts it and looks ahead. `ready`: the pages that it adds were ready.
   void grow_to(Interval positions, Interval extent, bool ready) VT_LOCKED;
   struct Growing;
@@ -247,9 +248,9 @@ class Buffer final : public Client {
   std::size_t ready_end_ VT_GUARDED = 0, ready_until_ VT_GUARDED = 0;
   LookAhead pace_ VT_GUARDED;
   bool may_keep_ VT_GUARDED = true;  // pages may be cached once the owner has left
-  // Pages of others that the owner gets, with these positions, once they are mapped; null then.
+  // Pages of others that the owner's positions will have: its extent once they are mapped, and null
+  // then.
   std::unique_ptr<const PageSet> expected_ VT_GUARDED;
-  Interval expected_positions_ VT_GUARDED;
 };
 
 }  // namespace vtensor

@@ -196,8 +196,7 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
   if (deferred) {
     expected_ = std::make_unique<const PageSet>(pool_, indices,
                                                 std::vector<Page*>(pages.begin(), pages.end()));
-    expected_positions_ = positions;
-    return;
+    return set_positions(positions);
   }
   // The page sets keep the pages meanwhile: references for a set of its own would double the cost.
   const Busy busy(*this, lock, caller);
@@ -224,7 +223,7 @@ void Buffer::map_shared(PoolLock& lock, const Caller& caller, Interval indices,
 }
 
 void Buffer::enter_expected() {
-  assign(expected_positions_, expected_->indices());
+  set_extent(expected_->indices());
   expected_.reset();
   range_.event(trace::What::fork, extent_);
 }

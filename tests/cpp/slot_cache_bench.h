@@ -169,7 +169,7 @@ class Bench {
   bool whole(std::size_t slot) const {
     for (std::size_t group = 0; group < cache->buffers().shape().row_groups.size(); ++group) {
       for (std::size_t row = 0; row < cache->buffers().shape().row_groups[group].rows; ++row) {
-        for (std::size_t i = cache->buffers().begins(slot)[group]; i < model.at(slot).size(); ++i) {
+        for (std::size_t i = cache->buffers().begin(slot, group); i < model.at(slot).size(); ++i) {
           const std::uint32_t mark = mark_of(group, row, model.at(slot)[i]);
           const char* at = item(slot, group, row, i);
           const std::size_t bytes = cache->buffers().shape().row_groups[group].item_bytes;
@@ -251,7 +251,7 @@ class Bench {
   }
   void write(std::size_t slot, std::size_t position) {
     for (std::size_t group = 0; group < cache->buffers().shape().row_groups.size(); ++group) {
-      if (position < cache->buffers().begins(slot)[group]) continue;
+      if (position < cache->buffers().begin(slot, group)) continue;
       const std::size_t bytes = cache->buffers().shape().row_groups[group].item_bytes;
       for (std::size_t row = 0; row < cache->buffers().shape().row_groups[group].rows; ++row) {
         const std::uint32_t mark = mark_of(group, row, model.at(slot)[position]);

@@ -64,13 +64,13 @@ TEST_CASE_TEMPLATE("one that has nothing, and one that a window has passed, swap
   CHECK(bench.grow(slot, 30));
   CHECK(bench.grow(slot, 1));
   const std::size_t fork = bench.fork(slot, 1).front();  // which no group can have
-  CHECK(bench.cache->buffers().begins(slot)[1] == 24);
+  CHECK(bench.cache->buffers().begin(slot, 1) == 24);
   bench.swap_out({slot, empty, fork});
   CHECK(bench.host.live() == 2 * (31 * 1024 + 2 * 1500 * (31 - 24)));
   bench.swap_in(fork);
   bench.swap_in(empty);
   bench.swap_in(slot);
-  CHECK(bench.cache->buffers().begins(slot)[1] == 24);
+  CHECK(bench.cache->buffers().begin(slot, 1) == 24);
   bench.check();
   for (int i = 0; i < 20; ++i) {
     for (const std::size_t each : {slot, empty, fork}) CHECK(bench.grow(each, 1));
