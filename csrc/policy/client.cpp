@@ -127,16 +127,17 @@ bool Client::await_turn(PoolLock& lock, const Caller& caller) {
   return true;
 }
 
-void Client::hold(PoolLock& lock, const Caller& caller) {
-  await_turn(lock, caller);
-  pool_->store().raise_if_broken();  // the page that could not be put back may be one of its own
-  busy_ = true;
+Client::Busy::Busy(Client& client, PoolLock& lock, const Caller& caller) : client_(client) {
+  client.await_turn(lock, caller);
+  // The page that could not be put back may be one of its own.
+  client.pool_->store().raise_if_broken();
+  client.busy_ = true;
 }
 
-void Client::end_hold() noexcept {
-  busy_ = false;
-  pool_->changed();
-  give_back_unused();
+Client::Busy::~Busy() {
+  client_.busy_ = false;
+  client_.pool_->changed();
+  client_.give_back_unused();
 }
 
 bool Client::is_quiet() {
@@ -312,7 +313,7 @@ bool Client::enter_ahead(Reservation::Arrival& arrival) {
 }
 
 void Client::give_back_unused() noexcept {
-  if (busy_) return;  // end_hold calls it again
+  if (busy_) return;  // the end of that calls it again
   if (!pool_->looks_ahead() || pool_->store().broken()) {
     if (!settle(nullptr)) return pool_->settle_later(shared_from_this());
     // It may be listed since an earlier refusal, and with no mapper at work nothing else looks.

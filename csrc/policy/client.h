@@ -75,21 +75,16 @@ class Client : public std::enable_shared_from_this<Client> {
   // -- for operations that change what is mapped
 
   // Marks the client busy for a scope: no other thread changes its mappings while the lock is
-  // released. Throws TimedOut.
+  // released. Throws what await_turn throws, and DriverError on a broken pool.
   class Busy {
    public:
-    Busy(Client& client, PoolLock& lock, const Caller& caller) VT_LOCKED : client_(client) {
-      client.hold(lock, caller);
-    }
-    ~Busy() VT_LOCKED { client_.end_hold(); }
+    Busy(Client& client, PoolLock& lock, const Caller& caller) VT_LOCKED;
+    ~Busy() VT_LOCKED;
     Busy& operator=(Busy&&) = delete;
 
    private:
     Client& client_;
   };
-  // Busy in two steps. Throws what await_turn throws, and DriverError on a broken pool.
-  void hold(PoolLock& lock, const Caller& caller) VT_LOCKED;
-  void end_hold() noexcept VT_LOCKED;
   // Waits until no thread makes driver calls for it, and what operations that failed had mapped is
   // unmapped; the mapper begins nothing meanwhile. False if there was nothing to wait for. Throws
   // what the driver refuses, and TimedOut.

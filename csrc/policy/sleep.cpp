@@ -79,20 +79,6 @@ void add_part(std::vector<SleepPart>& parts, const SleepPart& part) {
   parts.push_back(part);
 }
 
-// Adds `clients` to those that are held. Throws TimedOut.
-void hold(PoolLock& lock, const Caller& caller, const Clients& clients, Clients& held) VT_LOCKED {
-  held.reserve(clients.size());
-  for (const std::shared_ptr<Client>& client : clients) {
-    client->hold(lock, caller);
-    held.push_back(client);
-  }
-}
-
-void release(Clients& held) noexcept VT_LOCKED {
-  for (const std::shared_ptr<Client>& client : held) client->end_hold();
-  held.clear();
-}
-
 }  // namespace
 
 void await_copies(PagePool& pool, const char* operation, const char* what) {
@@ -132,14 +118,15 @@ void FallAsleep::begin(const Caller& caller) {
   MakeRoom(*pool_).give_all_back(true);
   PoolLock lock(pool_);
   try {
-    hold(lock, caller, clients_, held_);
+    for (const std::shared_ptr<Client>& client : clients_)
+      busy_.push_back(std::make_unique<Client::Busy>(*client, lock, caller));
     require_no_readers();
     await_work(lock);
     unshare_private_copies(lock);
     std::size_t pages = 0;
     std::unordered_set<const Page*> seen;
     const std::size_t size = pool_->page_size();
-    for (const std::shared_ptr<Client>& client : held_) {
+    for (const std::shared_ptr<Client>& client : clients_) {
       const Reservation& range = client->range();
       each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) VT_LOCKED {
         if (entry.page()->asleep || !seen.insert(entry.page()).second) return;
@@ -150,7 +137,7 @@ void FallAsleep::begin(const Caller& caller) {
       });
     }
   } catch (...) {
-    release(held_);
+    busy_.clear();
     parts_.clear();
     throw;
   }
@@ -159,7 +146,7 @@ void FallAsleep::begin(const Caller& caller) {
 void FallAsleep::give_up() noexcept {
   if (clients_.empty()) return;
   const PoolLock lock(pool_);
-  release(held_);
+  busy_.clear();
   for (const std::shared_ptr<Client>& client : clients_) client->asleep = 0;
   clients_.clear();
 }
@@ -167,7 +154,7 @@ void FallAsleep::give_up() noexcept {
 // Readers would see zeros.
 void FallAsleep::require_no_readers() {
   std::size_t readers = 0;
-  for (const std::shared_ptr<Client>& client : held_) {
+  for (const std::shared_ptr<Client>& client : clients_) {
     if (client->range().shared()) readers = std::max(readers, client->range().shared()->readers());
   }
   if (readers == 0) return;
@@ -177,17 +164,17 @@ void FallAsleep::require_no_readers() {
 }
 
 void FallAsleep::explain(bool asleep) noexcept {
-  for (const std::shared_ptr<Client>& client : held_) client->explain_asleep(asleep);
+  for (const std::shared_ptr<Client>& client : clients_) client->explain_asleep(asleep);
 }
 
 void FallAsleep::await_work(PoolLock& lock) {
   Driver& driver = pool_->driver();
   pool_->await(lock, caller_.operation, "the lease of a tensor or a cache", [this]() VT_LOCKED {
-    return std::none_of(held_.begin(), held_.end(),
+    return std::none_of(clients_.begin(), clients_.end(),
                         [](const auto& client) VT_LOCKED { return client->leased(); });
   });
   PendingWork work(driver);
-  for (const std::shared_ptr<Client>& client : held_) client->add_work_to(work);
+  for (const std::shared_ptr<Client>& client : clients_) client->add_work_to(work);
   std::vector<FencePtr> fences = work.fences();
   pool_->await(lock, caller_.operation, "work on the device that may use the pages",
                [&] { return all_passed(driver, fences); });
@@ -195,7 +182,7 @@ void FallAsleep::await_work(PoolLock& lock) {
 
 void FallAsleep::unshare_private_copies(PoolLock& lock) {
   if (!pool_->traits().kernel_copies_on_write) return;
-  for (const std::shared_ptr<Client>& client : held_) {
+  for (const std::shared_ptr<Client>& client : clients_) {
     Reservation& range = client->range();
     const Interval all{0, range.reserved()};
     std::vector<Reservation::Run> copies = private_copies_in(range, all);
@@ -226,12 +213,12 @@ std::size_t FallAsleep::unmap_all() {
   pool_->store().raise_if_broken();
   // Counted now: references may have gone since, and a write may have had the kernel copy a page.
   std::unordered_map<Page*, std::size_t> uses;
-  for (const std::shared_ptr<Client>& client : held_) {
+  for (const std::shared_ptr<Client>& client : clients_) {
     each_entry(*client, [&](Entry entry, std::size_t, std::size_t) {
       if (!entry.page()->asleep && entry.page()->sleep == client->asleep) ++uses[entry.page()];
     });
   }
-  for (const std::shared_ptr<Client>& client : held_) {
+  for (const std::shared_ptr<Client>& client : clients_) {
     const Reservation& range = client->range();
     for (const Reservation::Run& run : private_copies_in(range, {0, range.reserved()})) {
       for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
@@ -244,7 +231,7 @@ std::size_t FallAsleep::unmap_all() {
   };
   std::vector<SleepRun> runs;
   std::vector<Page*> pages;
-  for (const std::shared_ptr<Client>& client : held_) {
+  for (const std::shared_ptr<Client>& client : clients_) {
     each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) {
       if (!goes(entry.page())) return;
       add_page(runs, *client, row, index, entry, is_writable(entry));
@@ -258,7 +245,7 @@ std::size_t FallAsleep::unmap_all() {
   require_no_readers();
   unmap(lock, runs);
   const std::size_t given = pool_->store().sleep(lock, pages);
-  release(held_);
+  busy_.clear();
   return given;
 }
 
@@ -298,9 +285,11 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
   pool_->reap();
   pool_->settle_all(lock);  // what has died asleep needs no memory
   try {
-    hold(lock, caller_, pool_->asleep(numbers), held_);
+    clients_ = pool_->asleep(numbers);
+    for (const std::shared_ptr<Client>& client : clients_)
+      busy_.push_back(std::make_unique<Client::Busy>(*client, lock, caller_));
     std::unordered_set<const Page*> seen;
-    for (const std::shared_ptr<Client>& client : held_) {
+    for (const std::shared_ptr<Client>& client : clients_) {
       each_entry(*client, [&](Entry entry, std::size_t, std::size_t) {
         Page* const page = entry.page();
         if (page->asleep && seen.insert(page).second) pages_.push_back(page);
@@ -312,7 +301,7 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
     }
     pool_->store().wake(pages_);
   } catch (...) {
-    release(held_);
+    busy_.clear();
     throw;
   }
   try {
@@ -325,7 +314,7 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
     if (!unclean.empty()) await_copies(*pool_, caller_.operation, "zeroing pages");
   } catch (...) {
     undo(lock);
-    release(held_);
+    busy_.clear();
     throw;
   }
 }
@@ -334,7 +323,7 @@ std::vector<SleepPart> WakeUp::collect() {
   const std::size_t size = pool_->page_size();
   std::vector<SleepPart> unclean;
   std::unordered_set<const Page*> seen;
-  for (const std::shared_ptr<Client>& client : held_) {
+  for (const std::shared_ptr<Client>& client : clients_) {
     const Reservation& range = client->range();
     each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) {
       if (!entry.page()->asleep) return;
@@ -368,13 +357,13 @@ void WakeUp::finish(std::span<const std::uint64_t> restored) {
   }
   pool_->store().woken(pages_);
   for (const SleepRun& run : runs_) run.client->range().show(run.pages);  // with their new handles
-  for (const std::shared_ptr<Client>& client : held_) {
+  for (const std::shared_ptr<Client>& client : clients_) {
     if (std::find(restored.begin(), restored.end(), client->asleep.load()) == restored.end())
       client->lose_contents();
     client->asleep = 0;
     client->explain_asleep(false);
   }
-  release(held_);
+  busy_.clear();
 }
 
 void WakeUp::undo(PoolLock& lock) noexcept {
@@ -391,10 +380,10 @@ void WakeUp::undo(PoolLock& lock) noexcept {
 }
 
 void WakeUp::give_up() noexcept {
-  if (held_.empty()) return;
+  if (busy_.empty()) return;
   PoolLock lock(pool_);
   undo(lock);
-  release(held_);
+  busy_.clear();
 }
 
 }  // namespace vtensor

@@ -41,6 +41,7 @@ struct SleepRun {
 };
 
 using Clients = std::vector<std::shared_ptr<Client>>;
+using AllBusy = std::vector<std::unique_ptr<Client::Busy>>;
 
 // Waits for the copies launched so far. Throws DriverError, and TimedOut: "`what` has not ended".
 void await_copies(PagePool& pool, const char* operation, const char* what);
@@ -87,7 +88,7 @@ class FallAsleep {
   Caller caller_{"Pool.sleep"};
   std::uint64_t number_ = 0;
   Clients clients_;
-  Clients held_;  // no other thread works on them
+  AllBusy busy_;  // the clients, from `begin` on
   std::vector<SleepPart> parts_;
   bool finished_ = false;
 };
@@ -119,7 +120,8 @@ class WakeUp {
 
   const std::shared_ptr<PagePool> pool_;
   const Caller caller_;
-  Clients held_;
+  Clients clients_;
+  AllBusy busy_;                // the clients, until it has ended
   std::vector<Page*> pages_;    // each once
   std::vector<SleepRun> runs_;  // the writable ones first
   std::vector<SleepPart> parts_;

@@ -119,9 +119,10 @@ TEST_CASE("pages that are announced are not for what only looks ahead") {
   const RowShape shape{1, kBytes, kWhole, 0, false};
   const std::shared_ptr<Buffer> looks_ahead = Buffer::create(pool, shape, kCaller);
   const std::shared_ptr<Buffer> announced = Buffer::create(pool, shape, kCaller);
+  std::optional<Client::Busy> busy;
   {
-    PoolLock lock(pool);             // the mapper finds both
-    announced->hold(lock, kCaller);  // and cannot map for this one yet
+    PoolLock lock(pool);                      // the mapper finds both
+    busy.emplace(*announced, lock, kCaller);  // and cannot map for this one yet
     looks_ahead->want_until(kWhole, true);
     announced->announce(500);
   }
@@ -129,7 +130,7 @@ TEST_CASE("pages that are announced are not for what only looks ahead") {
   {
     const PoolLock lock(pool);
     CHECK(looks_ahead->ready_until() == 0);
-    announced->end_hold();
+    busy.reset();
   }
   pool->wait_idle(kPatience);
   {
@@ -202,21 +203,22 @@ TEST_CASE("a cached buffer that goes while an owner waits for it is not reused")
   const std::shared_ptr<Buffer> cached = Buffer::create(pool, shape, kCaller);
   cached->grow(kCaller, {0, 8}, false);
   cached->abandon();
+  std::optional<Client::Busy> busy;
   {
     PoolLock lock(pool);
     REQUIRE(cached->reusable());
-    cached->hold(lock, kCaller);  // as the mapper does to zero it
+    busy.emplace(*cached, lock, kCaller);  // as the mapper does to zero it
   }
   std::shared_ptr<Buffer> made;
   std::thread owner([&] { made = Buffer::create(pool, shape, kCaller); });
   CHECK(comes_true([&] {
     PoolLock lock(pool);
-    cached->end_hold();
+    busy.reset();
     if (cached->busy()) {  // the owner waits
       cached->evict();
       return true;
     }
-    cached->hold(lock, kCaller);
+    busy.emplace(*cached, lock, kCaller);
     return false;
   }));
   owner.join();

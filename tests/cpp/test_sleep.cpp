@@ -671,23 +671,24 @@ TEST_CASE_TEMPLATE("what a freed tensor left is nobody's after a sleep either (I
   One<T> one(12, {.prefetch = 16 * kPage, .cache = 64 * kPage});
   const std::shared_ptr<PagePool>& pool = one.pool;
   const std::shared_ptr<Buffer>& next = one.buffer;
+  std::optional<Client::Busy> busy;
   {
     PoolLock lock(pool);
     one.buffer->abandon();
     pool->reap();
-    next->hold(lock, kCaller);  // so that the mapper zeroes nothing
+    busy.emplace(*next, lock, kCaller);  // so that the mapper zeroes nothing
   }
   std::thread owner([&] { CHECK(next->reuse_cached(kCaller)); });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   {
     PoolLock lock(pool);
-    next->end_hold();
+    busy.reset();
   }
   owner.join();
   {
     PoolLock lock(pool);
-    next->hold(lock, kCaller);  // as the mapper does for a step of its
-    next->announce(12);         // its next step zeroes the pages
+    busy.emplace(*next, lock, kCaller);  // as the mapper does for a step of its
+    next->announce(12);                  // its next step zeroes the pages
   }
   FallAsleep falling(pool);
   const std::vector<std::uint64_t> numbers{falling.next_number()};
@@ -696,7 +697,7 @@ TEST_CASE_TEMPLATE("what a freed tensor left is nobody's after a sleep either (I
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   {
     PoolLock lock(pool);
-    next->end_hold();
+    busy.reset();
   }
   sleeper.join();
   std::vector<std::vector<std::byte>> saved;

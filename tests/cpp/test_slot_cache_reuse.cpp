@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <limits>
+#include <optional>
 
 #include "cpp/slot_cache_bench.h"
 
@@ -194,14 +195,15 @@ TEST_CASE_TEMPLATE("a slot whose rows cannot all be had stays as it was (I8)", T
   const std::size_t cached = bench.pool->counts().cached;
   REQUIRE(cached != 0);
   Buffer& second = bench.cache->buffers().at(slot, 1);
+  std::optional<Client::Busy> busy;
   {
     PoolLock lock(bench.pool);
-    second.hold(lock, kCaller);  // as a thread that makes driver calls for it
+    busy.emplace(second, lock, kCaller);  // as a thread that makes driver calls for it
   }
   CHECK_THROWS_AS(bench.alloc(12), TimedOut);
   {
     const PoolLock lock(bench.pool);
-    second.end_hold();
+    busy.reset();
   }
   CHECK(bench.pool->counts().cached == cached);
   CHECK(bench.alloc(12) == slot);
