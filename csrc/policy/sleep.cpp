@@ -41,12 +41,7 @@ void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std:
                   {entry.page()->handle}});
 }
 
-// Puts the writable runs first.
-void sort(std::vector<SleepRun>& runs) {
-  std::partition(runs.begin(), runs.end(), [](const SleepRun& run) { return run.writable; });
-}
-
-// Maps sorted runs; adds to `done` the pages that are mapped then, from the first on.
+// Maps runs, the writable ones first; adds to `done` the pages that are mapped then.
 void map(Driver& driver, std::span<const SleepRun> runs, std::size_t& done) {
   std::vector<PageRun> writable, shared;
   for (const SleepRun& run : runs) {
@@ -56,12 +51,12 @@ void map(Driver& driver, std::span<const SleepRun> runs, std::size_t& done) {
   if (!writable.empty()) driver.map(writable, Access::writable, done);
   if (!shared.empty()) driver.map(shared, Access::copy_on_write, done);
 }
-// Unmaps the first `pages` pages of the runs.
-void unmap(Driver& driver, std::span<const SleepRun> runs, std::size_t pages) {
-  for (const SleepRun& run : runs) {
-    const std::size_t n = std::min(pages, run.handles.size());
-    if (n == 0) return;
-    driver.unmap(run.client->range().address(run.pages), n);
+// Unmaps the first `pages` pages of the runs; counts in `gone` the runs that are unmapped then.
+void unmap_first(Driver& driver, std::span<const SleepRun> runs, std::size_t pages,
+                 std::size_t& gone) {
+  for (; pages != 0 && gone < runs.size(); ++gone) {
+    const std::size_t n = std::min(pages, runs[gone].handles.size());
+    driver.unmap(runs[gone].client->range().address(runs[gone].pages), n);
     pages -= n;
   }
 }
@@ -225,22 +220,18 @@ std::size_t FallAsleep::unmap_all() {
         uses.erase(range.at(run.row, i).page());
     }
   }
-  const auto goes = [&](Page* page) {
-    const auto use = uses.find(page);
-    return use != uses.end() && page->references == use->second + page->in_sets;
-  };
-  std::vector<SleepRun> runs;
   std::vector<Page*> pages;
+  for (const auto& [page, count] : uses) {
+    if (page->references == count + page->in_sets) pages.push_back(page);
+  }
+  std::sort(pages.begin(), pages.end());
+  std::vector<SleepRun> runs;
   for (const std::shared_ptr<Client>& client : clients_) {
     each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) {
-      if (!goes(entry.page())) return;
-      add_page(runs, *client, row, index, entry, is_writable(entry));
-      pages.push_back(entry.page());
+      if (std::binary_search(pages.begin(), pages.end(), entry.page()))
+        add_page(runs, *client, row, index, entry, is_writable(entry));
     });
   }
-  sort(runs);
-  std::sort(pages.begin(), pages.end());
-  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
   explain(true);  // readers that come from now on find the memory asleep
   require_no_readers();
   unmap(lock, runs);
@@ -257,11 +248,7 @@ void FallAsleep::unmap(PoolLock& lock, std::span<const SleepRun> runs) {
     const Unlocked unlocked(lock);
     std::size_t gone = 0, back = 0;
     try {
-      for (; gone < runs.size(); ++gone) {
-        const SleepRun& run = runs[gone];
-        driver.unmap(run.client->range().address(run.pages), run.handles.size());
-      }
-      return;
+      return unmap_first(driver, runs, SIZE_MAX, gone);
     } catch (...) {
       refused = std::current_exception();
     }
@@ -336,7 +323,8 @@ std::vector<SleepPart> WakeUp::collect() {
       if (entry.page()->stale) add_part(unclean, part);
     });
   }
-  sort(runs_);
+  // As they are mapped: `mapped_` counts from the first on.
+  std::partition(runs_.begin(), runs_.end(), [](const SleepRun& run) { return run.writable; });
   return unclean;
 }
 
@@ -372,7 +360,8 @@ void WakeUp::undo(PoolLock& lock) noexcept {
     Driver& driver = pool_->driver();
     const Unlocked unlocked(lock);
     await_copies(*pool_, caller_.operation, "copying to the device");
-    unmap(driver, runs_, mapped_);
+    std::size_t gone = 0;
+    unmap_first(driver, runs_, mapped_, gone);
   } catch (...) {
     return pool_->store().break_down(std::current_exception());
   }
