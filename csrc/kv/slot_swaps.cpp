@@ -116,25 +116,24 @@ void SlotSwaps::swap_out(const Caller& caller, std::span<const std::size_t> slot
       if (image->bytes != 0) image->memory = allocate(image->bytes);
     }
   }
-  // Without a use: copies that were launched before a refusal still write to them.
-  unused_ += made.size();
-  images_.splice(images_.end(), made);
+  // Copies that were launched before a refusal still write to them.
+  const auto first = made.begin();
+  unused_.splice(unused_.end(), made);
   for (const Part& part : parts) order_copies(caller, part);
   for (const auto& [layer, at, image, offset, bytes] : copies)
     driver_.copy(CopyDirection::out, at, image->memory.get() + offset, bytes,
                  driver_.copy_stream());
   const FencePtr copied = driver_.fence(driver_.copy_stream());
   // From here on nothing is refused.
+  images_.splice(images_.end(), unused_, first, unused_.end());
   for (const Part& part : parts) {
     part.image->copied = copied;
-    begin_use(*part.image, part.bands.size());
-    if (part.image->head != nullptr) begin_use(*part.image->head, 1);
-    for (const std::size_t band : part.bands) {
-      away_[part.slot][band] = part.image;
-      arriving_.remove_if([&part, band](const Arriving& copy) {
-        return copy.slot == part.slot && copy.band == band;
-      });
-    }
+    part.image->uses = part.bands.size();
+    if (part.image->head != nullptr) ++part.image->head->uses;
+    for (const std::size_t band : part.bands) away_[part.slot][band] = part.image;
+    arriving_.remove_if([&](const Arriving& copy) {
+      return copy.slot == part.slot && names(part.bands, buffers_.band_of_layer(copy.layer));
+    });
     send_back(part);
   }
 }
@@ -187,8 +186,7 @@ void SlotSwaps::bring_in(const Caller& caller, const Part& part, std::list<Arriv
                    copies[i].image->memory.get() + copies[i].offset, copies[i].bytes,
                    driver_.copy_stream());
       if (i + 1 < copies.size() && copies[i + 1].layer == layer) continue;
-      arriving.push_back(
-          {part.slot, buffers_.band_of_layer(layer), layer, driver_.fence(driver_.copy_stream())});
+      arriving.push_back({part.slot, layer, driver_.fence(driver_.copy_stream())});
     }
   } catch (...) {
     send_back(part);
@@ -246,19 +244,12 @@ void SlotSwaps::share_again(const Caller& caller, const Part& part) noexcept {
   }
 }
 
-void SlotSwaps::begin_use(Image& image, std::size_t uses) noexcept {
-  if (image.uses == 0) {
-    --unused_;
-    bytes_ += image.bytes;
-  }
-  image.uses += uses;
-}
-
 void SlotSwaps::end_use(Image& image) noexcept {
   if (--image.uses != 0) return;
-  ++unused_;
-  bytes_ -= image.bytes;
   image.pages.clear();  // they stay with the slots that have mapped them
+  const auto at = std::find_if(images_.begin(), images_.end(),
+                               [&image](const Image& one) { return &one == &image; });
+  unused_.splice(unused_.end(), images_, at);
 }
 
 // Ends the use of the images of `bands`, and of their heads.
@@ -283,14 +274,11 @@ void SlotSwaps::settle() noexcept {
       if (over != nullptr && !driver_.passed(*over)) break;
       arriving_.pop_front();
     }
-    if (unused_ == 0) return;
-    for (auto image = images_.begin(); image != images_.end();) {
+    for (auto image = unused_.begin(); image != unused_.end();) {
       const auto it = image++;
-      if (it->uses != 0) continue;
       if (!it->until) it->until = driver_.fence(driver_.copy_stream());
       if (*it->until != nullptr && !driver_.passed(**it->until)) continue;
-      images_.erase(it);
-      --unused_;
+      unused_.erase(it);
     }
   } catch (const std::exception&) {
     // Asked again by the next operation.
@@ -298,18 +286,18 @@ void SlotSwaps::settle() noexcept {
 }
 
 void SlotSwaps::close() noexcept {
-  if (images_.empty()) return;
+  if (unused_.empty()) return;
   std::shared_ptr<std::list<Image>> rest;
   try {
     const FencePtr copied = driver_.fence(driver_.copy_stream());
-    if (copied == nullptr || driver_.passed(*copied)) return images_.clear();
+    if (copied == nullptr || driver_.passed(*copied)) return unused_.clear();
     rest = std::make_shared<std::list<Image>>();
-    rest->swap(images_);
+    rest->swap(unused_);
     buffers_.pool()->keep_until(copied, rest);
   } catch (const std::exception&) {
     // Nothing says when the device's copies end: this memory is leaked.
     if (auto* const lost = new (std::nothrow) std::list<Image>)
-      lost->swap(rest == nullptr ? images_ : *rest);
+      lost->swap(rest == nullptr ? unused_ : *rest);
   }
 }
 
@@ -326,6 +314,12 @@ void SlotSwaps::hide_absent(std::span<std::int64_t> lengths) const noexcept {
   for (const Arriving& copy : arriving_) lengths[copy.slot] = 0;
 }
 
+std::size_t SlotSwaps::bytes() const {
+  std::size_t bytes = 0;
+  for (const Image& image : images_) bytes += image.bytes;
+  return bytes;
+}
+
 std::size_t SlotSwaps::shared_positions(std::size_t slot,
                                         std::unordered_set<const void*>& heads) const {
   const Image* const image = away_[slot].front();
@@ -339,7 +333,8 @@ std::size_t SlotSwaps::shared_positions(std::size_t slot,
 FencePtr SlotSwaps::last_arrival(std::size_t slot, std::optional<std::size_t> layer) const {
   for (auto copy = arriving_.rbegin(); copy != arriving_.rend(); ++copy) {
     if (copy->slot != slot) continue;
-    if (!layer || (copy->band == buffers_.band_of_layer(*layer) && copy->layer <= *layer))
+    if (!layer || (copy->layer <= *layer &&
+                   buffers_.band_of_layer(copy->layer) == buffers_.band_of_layer(*layer)))
       return copy->over;
   }
   return nullptr;

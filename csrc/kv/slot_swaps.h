@@ -51,7 +51,7 @@ class SlotSwaps {
   FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
   // Whether slots may be in host memory, whole or in part, or being copied from there.
   // `hide_absent` sets the lengths of these slots to 0.
-  bool any_absent() const noexcept { return images_.size() != unused_ || !arriving_.empty(); }
+  bool any_absent() const noexcept { return !images_.empty() || !arriving_.empty(); }
   void hide_absent(std::span<std::int64_t> lengths) const noexcept;
   // A fence after the copies of all slots that are coming back. Null if there are none.
   FencePtr arrivals();
@@ -68,7 +68,7 @@ class SlotSwaps {
   // `heads`: those already counted by the caller; adds the slot's.
   std::size_t shared_positions(std::size_t slot, std::unordered_set<const void*>& heads) const;
   // Bytes of host memory that swapped slots take.
-  std::size_t bytes() const { return bytes_; }
+  std::size_t bytes() const;
 
  private:
   // Host memory with the positions of a slot, of a band of one, or of a head: the positions that
@@ -85,7 +85,7 @@ class SlotSwaps {
   };
   // Copies from host memory under way, of rows that `layer` is the first to read.
   struct Arriving {
-    std::size_t slot, band, layer;
+    std::size_t slot, layer;
     FencePtr over;
   };
   // A slot, or one band of a slot: what is swapped as a unit.
@@ -113,18 +113,16 @@ class SlotSwaps {
   void send_back(const Part& part) noexcept;
   void share_again(const Caller& caller, const Part& part) noexcept;
   void drop(std::size_t slot, Bands bands) noexcept;
-  void begin_use(Image& image, std::size_t uses) noexcept;
   void end_use(Image& image) noexcept;
   FencePtr last_arrival(std::size_t slot, std::optional<std::size_t> layer = std::nullopt) const;
 
   SlotBuffers& buffers_;
   const SlotLengths& lengths_;
   Driver& driver_;
-  std::list<Image> images_;
-  std::size_t unused_ = 0;  // images without a use: copies may still read or write them
+  std::list<Image> images_;                // in use
+  std::list<Image> unused_;                // copies may still read or write them
   std::vector<std::vector<Image*>> away_;  // [slot][band]: null if it has pages
   std::list<Arriving> arriving_;           // in the order of their copies
-  std::size_t bytes_ = 0;                  // of images with a use
 };
 
 }  // namespace vtensor
