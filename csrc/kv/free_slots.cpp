@@ -163,11 +163,10 @@ std::size_t FreeSlots::take(const Caller& caller, std::size_t expected) {
   return take(caller, [&]() VT_LOCKED { return choose(expected); });
 }
 
-std::size_t FreeSlots::take_empty(const Caller& caller, std::span<const std::size_t> pages) {
-  const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
+std::size_t FreeSlots::take_empty(const Caller& caller, std::size_t pages) {
   return take(caller, [&]() VT_LOCKED -> Choice {
     for (;;) {
-      const Choice choice = choose_empty(most);
+      const Choice choice = choose_empty(pages);
       if (choice || leaving() || !evict_one()) return choice;
     }
   });

@@ -10,7 +10,6 @@
 #include <functional>
 #include <optional>
 #include <set>
-#include <span>
 #include <utility>
 #include <vector>
 
@@ -33,9 +32,8 @@ class FreeSlots {
   // positions best, or if that is 0 the one with most. Waits for one while all that are free are on
   // their way out. Throws NoFreeSlot, TimedOut.
   std::size_t take(const Caller& caller, std::size_t expected);
-  // A slot with its buffers placed and nothing mapped below `pages` of each row group. Throws as
-  // `take`.
-  std::size_t take_empty(const Caller& caller, std::span<const std::size_t> pages);
+  // A slot with its buffers placed and nothing mapped below page index `pages`. Throws as `take`.
+  std::size_t take_empty(const Caller& caller, std::size_t pages);
   // A slot whose buffers were abandoned.
   void add(std::size_t slot) noexcept { settling_.push_back(slot); }
 

@@ -71,9 +71,7 @@ void SlotCache::close(const Caller& caller) noexcept {
 }
 
 std::vector<std::shared_ptr<Client>> SlotCache::clients() const {
-  std::vector<std::shared_ptr<Client>> all;
-  for (std::size_t group = 0; group < buffers_.groups(); ++group)
-    all.push_back(buffers_.range(group));
+  std::vector<std::shared_ptr<Client>> all(buffers_.ranges().begin(), buffers_.ranges().end());
   for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) all.push_back(buffer);
   return all;
 }

@@ -30,13 +30,13 @@ std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens
 std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
                               std::size_t length, std::vector<Token> tokens,
                               std::optional<std::size_t> source, bool deferred) {
-  std::vector<std::size_t> pages(buffers_.groups());
-  std::vector<std::vector<std::shared_ptr<PageSet>>> page_sets(buffers_.groups());
+  std::size_t pages = 0;  // indices, of the row group that has most
+  std::vector<PageSets> page_sets(buffers_.groups());
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     for (const Prefix& part : parts) {
       if (part.at(group)->indices().empty()) continue;
       page_sets[group].push_back(part[group]);
-      pages[group] = part[group]->indices().end;
+      pages = std::max(pages, part[group]->indices().end);
     }
   }
   const std::size_t slot = free_.take_empty(caller, pages);
