@@ -79,17 +79,15 @@ void Heap::reserve(const Caller& caller, Key key, std::size_t bytes) {
                      ": raise it, or ask for less");
   }
   std::size_t reserved = 0;
-  std::uint64_t owner;
   {
     const PoolLock lock(pool_);
-    owner = owner_;
     for (const auto& [base, region] : regions_) {
       if (region->key == key) reserved += region->bytes();
     }
   }
   const std::size_t size = std::max({bytes, page * kRegion, std::min(reserved, budget)});
   const std::shared_ptr<Region> region(new Region(pool_, size, caller, key), DeleteUnlessForked{});
-  region->open(owner, {}, caller);
+  region->open(owner_, {}, caller);
   try {
     const PoolLock lock(pool_);
     regions_.emplace(region->base(), region);

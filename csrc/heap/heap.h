@@ -78,7 +78,7 @@ class Heap {
   void sweep();
 
   const std::shared_ptr<PagePool> pool_;
-  std::uint64_t owner_ VT_GUARDED;  // of the pages of all its regions
+  std::uint64_t owner_;  // of the pages of all its regions
   bool closed_ VT_GUARDED = false;
   std::map<Address, std::shared_ptr<Region>> regions_ VT_GUARDED;  // by their first byte
 };

@@ -22,8 +22,9 @@ class Spans {
   }
   Spans& operator=(Spans&&) = delete;
 
-  bool all_free() const { return count_ == 0; }
-  std::size_t count() const { return count_; }
+  bool all_free() const { return count() == 0; }
+  // Taken spans.
+  std::size_t count() const { return spans_.size() - free_.size(); }
   std::size_t taken_bytes() const { return taken_bytes_; }
   bool is_taken(std::size_t begin) const {
     const auto span = spans_.find(begin);
@@ -51,7 +52,6 @@ class Spans {
     }
     span->second.end = taken.end;
     span->second.node = free_.extract(found);
-    ++count_;
     taken_bytes_ += bytes;
     return taken;
   }
@@ -60,7 +60,6 @@ class Spans {
   void give_back(std::size_t begin) noexcept {
     const auto span = spans_.find(begin);
     Interval free{begin, span->second.end};
-    --count_;
     taken_bytes_ -= free.size();
     BySize::node_type node = std::move(span->second.node);
     if (const auto after = std::next(span); after != spans_.end() && is_free(after)) {
@@ -93,7 +92,7 @@ class Spans {
     free_.insert(std::move(node));
   }
 
-  std::size_t count_ = 0, taken_bytes_ = 0;
+  std::size_t taken_bytes_ = 0;
   All spans_;
   BySize free_;
 };
