@@ -57,8 +57,9 @@ std::size_t default_budget(Driver& driver) {
     const std::shared_ptr<PagePool> pool = one.lock();
     if (!pool || pool->retired()) continue;
     // A simulated device's memory is the host's, and it has a budget of its own all the same.
-    if (pool->traits().name == traits.name && pool->traits().device == traits.device)
-      unused += pool->unused_bytes();
+    if (pool->traits().name != traits.name || pool->traits().device != traits.device) continue;
+    const PoolLock lock(pool);
+    unused += sub_sat(pool->store().unused(), pool->store().spare()) * pool->page_size();
   }
   const auto free = unused == 0 ? 0.0 : static_cast<double>(driver.free_memory());
   if (free == 0) return traits.available;
@@ -315,11 +316,6 @@ PoolCounts PagePool::counts() {
   counts.asleep = store_.without_memory();
   if (ledger_) counts.held_elsewhere = ledger_->balance().held_elsewhere;
   return counts;
-}
-
-std::size_t PagePool::unused_bytes() {
-  const PoolLock lock(shared_from_this());
-  return sub_sat(store_.unused(), store_.spare()) * page_size();
 }
 
 PoolEvents PagePool::events() {

@@ -102,8 +102,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
   PoolCounts counts();
   PoolEvents events();
-  // Bytes that the budget leaves and that have no memory yet.
-  std::size_t unused_bytes();
   // Throws OutOfPages if more is in use and cannot be given back, and InvalidArgument if the
   // budget is shared; nothing is changed then.
   void set_budget(std::size_t bytes);
