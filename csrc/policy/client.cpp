@@ -322,12 +322,11 @@ void Client::give_back_unused() noexcept {
   }
   refusal_ = nullptr;
   try {
-    if (begin_unmapping() || ends() || !ready_after_.empty())
-      pool_->settle_later(shared_from_this());
+    if (!begin_unmapping() && !ends() && ready_after_.empty()) return;
   } catch (...) {
     refused(std::current_exception());
-    pool_->settle_later(shared_from_this());
   }
+  pool_->settle_later(shared_from_this());
 }
 
 void Client::refused(std::exception_ptr error) noexcept {
