@@ -208,15 +208,15 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
   if (count == 0) return kept;
   const Busy busy(*this, lock, caller);
   range_.map(lock, arrival, caller.stream, true);
-  note_arrival(arrival);
+  arrived(arrival);
   return kept;
 }
 
 void Arena::await_mapper(PoolLock& lock, const Caller& caller,
                          std::span<const Reservation::Run> runs) {
   for (const Reservation::Run& run : runs) range_.set_why(run.indices, Why::prefetched);
-  ask_mapper();
-  if (!runs.empty()) pool_->want_first(shared_from_this());
+  if (wants()) pool_->want_first(shared_from_this());
+  pool_->wake_mapper();
   {
     const Counted awaits(awaiting_);
     pool_->await(lock, caller.operation, "the mapper, which maps during a capture",
@@ -225,12 +225,7 @@ void Arena::await_mapper(PoolLock& lock, const Caller& caller,
   if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
 }
 
-void Arena::ask_mapper() {
-  if (wants()) pool_->want(shared_from_this());
-  pool_->wake_mapper();
-}
-
-void Arena::note_arrival(const Reservation::Arrival& arrival) {
+void Arena::arrived(const Reservation::Arrival& arrival) {
   ++clock_;
   for (const Reservation::Run& run : arrival.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
@@ -320,7 +315,9 @@ void Arena::prepare(std::span<const Interval> intervals) {
       return index.why() == Why::nothing ? Why::prefetched : index.why();
     });
   }
-  if (wants()) ask_mapper();
+  if (!wants()) return;
+  pool_->want(shared_from_this());
+  pool_->wake_mapper();
 }
 
 std::size_t Arena::trim(const Caller& caller, std::span<const Interval> intervals) {

@@ -88,9 +88,8 @@ class Arena : public Client {
   };
 
   static std::size_t pages_for(const PagePool& pool, std::size_t bytes, const Caller& caller);
-  void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED {
-    note_arrival(arrival);
-  }
+  // Also for pages that map() needs.
+  void arrived(const Reservation::Arrival& arrival) override VT_LOCKED;
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;
   // Makes their uses and page table entries present. Throws std::bad_alloc.
@@ -108,12 +107,9 @@ class Arena : public Client {
   // Has the mapper map `runs`, and waits for that and for its work on the device.
   void await_mapper(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs)
       VT_LOCKED;
-  // Wakes the mapper for the pages that are wanted.
-  void ask_mapper() VT_LOCKED;
   // Whether `pages` have been mapped, and awake, since the n-th time of `since`, and none of
   // them came ahead of need since its last use.
   bool kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const VT_LOCKED;
-  void note_arrival(const Reservation::Arrival& arrival) VT_LOCKED;
   void begin_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   void end_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   // Ends one use of each page.

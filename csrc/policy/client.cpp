@@ -203,6 +203,7 @@ void Client::forget(const Generation* generation) noexcept {
 }
 
 void Client::give_up_ahead() {
+  pool_->want_no_more(*this);
   if (missing_ahead() != 0) {
     const Interval indices = range_.hull_of(Why::prefetched);
     range_.change_why(indices, [this](PageTable::Index index) {
@@ -264,14 +265,12 @@ bool Client::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
     if (!arrival.runs.empty()) {
       make_room_for_zeroing();
       arrival.ahead = true;
-      busy_ = true;
       range_.claim(arrival);
-      return true;
+      return busy_ = true;
     }
   } catch (const DeviceOutOfMemory&) {
-    busy_ = false;  // a use that needs the pages raises it
+    // A use that needs the pages raises it.
   } catch (...) {
-    busy_ = false;
     failed(std::current_exception());
   }
   give_up_ahead();
@@ -289,7 +288,7 @@ void Client::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
   }
 }
 
-bool Client::enter_ahead(Reservation::Arrival& arrival) {
+void Client::enter_ahead(Reservation::Arrival& arrival) {
   busy_ = false;
   range_.enter(arrival);
   if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));
@@ -301,15 +300,12 @@ bool Client::enter_ahead(Reservation::Arrival& arrival) {
     failed(arrival.error);
     trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
   }
-  arrived_ahead(arrival);
+  arrived(arrival);
   pool_->changed();
-  if (arrival.error) {
-    give_up_ahead();
-    return false;
-  }
+  if (arrival.error) return give_up_ahead();
   ahead_changed();
   give_back_unused();
-  return wants();
+  if (!wants()) pool_->want_no_more(*this);
 }
 
 void Client::give_back_unused() noexcept {

@@ -147,8 +147,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Claims up to `pages` of the pages that it wants ahead. False if it wants or can have none.
   bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED;
-  // Returns whether it wants more.
-  bool enter_ahead(Reservation::Arrival& arrival) VT_LOCKED;
+  void enter_ahead(Reservation::Arrival& arrival) VT_LOCKED;
   // Pages wanted ahead that are not mapped.
   std::size_t missing_ahead() const VT_LOCKED { return range_.missing(Why::prefetched); }
 
@@ -212,7 +211,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // Whether it wants pages ahead that are not mapped.
   virtual bool wants() const VT_LOCKED { return missing_ahead() != 0; }
   // Pages that it wanted ahead were mapped or refused.
-  virtual void arrived_ahead(const Reservation::Arrival& arrival) VT_LOCKED = 0;
+  virtual void arrived(const Reservation::Arrival& arrival) VT_LOCKED = 0;
   // Pages ahead have come, been zeroed or gone.
   virtual void ahead_changed() VT_LOCKED {}
 
@@ -223,7 +222,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // Notes the side stream, and makes room for a fence of it: growth waits for zeroing by these, and
   // once pages are being zeroed there may be no memory.
   void make_room_for_zeroing() VT_LOCKED;
-  // Stops wanting pages ahead. What is mapped in part goes.
+  // Wants no more pages ahead. What is mapped in part goes.
   void give_up_ahead() VT_LOCKED;
   // A placed client's is kept by its host, so that the slot's next owner does not drop it.
   void failed(std::exception_ptr error) VT_LOCKED;

@@ -35,6 +35,7 @@ constexpr std::chrono::nanoseconds kSharedSleep = std::chrono::seconds(1);
 }  // namespace
 
 void Mapper::start(std::weak_ptr<PagePool> pool) {
+  if (running()) return;
   thread_ = start_thread(
       "vtensor-mapper", ThreadRole::mapper,
       "[mapper] the system has no thread for a pool's mapper (EAGAIN): raise the process's limits "
@@ -146,20 +147,14 @@ class Mapper::Step {
         continue;
       }
       Reservation::Arrival arrival;
-      if (!client->claim_ahead(arrival, pages)) {
-        pool_.want_no_more(*client);
-        continue;
-      }
+      if (!client->claim_ahead(arrival, pages)) continue;
       {
         const Unlocked unlocked(lock_);
         Reservation::Arrival* const one = &arrival;
         Reservation::carry_out({&one, 1}, pool_.driver().side_stream(), true);
       }
-      if (!client->enter_ahead(arrival)) {
-        pool_.want_no_more(*client);
-      } else if (!client->hooks.first) {
-        wanting.move_last(client->hooks.wanting);
-      }
+      client->enter_ahead(arrival);
+      if (!client->hooks.first) wanting.move_last(client->hooks.wanting);
       return true;
     }
     return false;

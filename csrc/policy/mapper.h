@@ -28,8 +28,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // In a shared budget the thread sleeps on the word that `shared_word` finds (vmm/ledger.h).
   explicit Mapper(std::function<WakeWord&()> shared_word) : shared_word_(std::move(shared_word)) {}
 
-  // The thread keeps nothing of `pool` alive while it sleeps. Throws DriverError if the system has
-  // no thread.
+  // Starts the thread if it does not run. It keeps nothing of `pool` alive while it sleeps. Throws
+  // DriverError if the system has no thread.
   void start(std::weak_ptr<PagePool> pool);
   bool running() const { return thread_ != nullptr; }
   // From any thread; never blocks. After a call, more calls cost nothing until the thread runs.

@@ -170,7 +170,7 @@ void PagePool::want_no_more(Client& client) noexcept {
 void PagePool::wake_mapper() noexcept {
   wake_mapper_ = true;
   try {
-    start_mapper();
+    mapper_->start(weak_from_this());
   } catch (const std::exception&) {
     // No thread to be had: growth makes its own calls, and trim() the rest.
   }
@@ -178,11 +178,7 @@ void PagePool::wake_mapper() noexcept {
 
 void PagePool::ensure_mapper() {
   const PoolLock lock(shared_from_this());
-  start_mapper();
-}
-
-void PagePool::start_mapper() {
-  if (!mapper_->running()) mapper_->start(weak_from_this());
+  mapper_->start(weak_from_this());
 }
 
 void PagePool::set_mapper_error(std::exception_ptr error) {

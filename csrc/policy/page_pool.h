@@ -228,7 +228,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
  private:
   PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
            std::unique_ptr<Ledger> ledger);
-  void start_mapper() VT_LOCKED;
   void wait(PoolLock& lock, std::condition_variable& change,
             std::chrono::steady_clock::time_point until) VT_LOCKED;
   bool idle() const VT_LOCKED;

@@ -442,7 +442,7 @@ void Buffer::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
   arrival = range_.shared(expected_->indices(), expected_->all());
 }
 
-void Buffer::arrived_ahead(const Reservation::Arrival& arrival) {
+void Buffer::arrived(const Reservation::Arrival& arrival) {
   if (expected_ != nullptr && !arrival.given.empty() && !arrival.error) enter_expected();
 }
 

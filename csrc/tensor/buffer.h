@@ -192,7 +192,7 @@ class Buffer final : public Client {
 
   void find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   bool wants() const override VT_LOCKED { return expected_ != nullptr || Client::wants(); }
-  void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
+  void arrived(const Reservation::Arrival& arrival) override VT_LOCKED;
   void ahead_changed() override VT_LOCKED;
 
   // Bytes from the beginning of a row's first page to a position.
