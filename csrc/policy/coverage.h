@@ -56,9 +56,7 @@ class Coverage {
     if (end <= indices_) return;
     std::vector<Node> grown(2 * std::bit_ceil(end));
     // With each doubling a node comes to lie a level deeper, on the left.
-    const std::size_t levels =
-        indices_ == 0 ? 0
-                      : static_cast<std::size_t>(std::countr_zero(std::bit_ceil(end) / indices_));
+    const int levels = std::bit_width(grown.size()) - std::bit_width(nodes_.size());
     for (std::size_t node = 1; node < 2 * indices_; ++node) {
       const std::size_t level_begins = std::bit_floor(node);
       grown[(level_begins << levels) + (node - level_begins)] = nodes_[node];

@@ -129,11 +129,6 @@ class Mapper::Step {
         most_(
             std::max(pool.traits().asynchronous ? kStepPages : 1, kStepBytes / pool.page_size())) {}
 
-  // A client waits for the device, or for a caller's operation.
-  bool waits() const { return waits_; }
-  // The driver refused what is tried again later.
-  bool refused() const { return refused_; }
-
   // Maps pages ahead of need.
   bool map_ahead() VT_LOCKED {
     ClientList& wanting = pool_.wanting();
@@ -142,7 +137,7 @@ class Mapper::Step {
     for (auto at = wanting.begin(); at != wanting.end();) {
       const std::shared_ptr<Client> client = *at++;
       if (client->busy() || (pages == 0 && MakeRoom(pool_).pages_leaving() != 0)) {
-        waits_ = true;
+        waits = true;
         if (client->hooks.first) return false;  // the pages are for it
         continue;
       }
@@ -171,10 +166,10 @@ class Mapper::Step {
         case Client::Settled::some:
           return true;
         case Client::Settled::waits:
-          waits_ = true;
+          waits = true;
           break;
         case Client::Settled::refused:
-          refused_ = true;
+          refused = true;
           break;
         case Client::Settled::done:
           unsettled.remove(client->hooks.unsettled);
@@ -191,13 +186,16 @@ class Mapper::Step {
       const std::shared_ptr<Client> client = *at++;
       if (client->clean_some(lock_, most_)) return true;
       if (client->to_clean()) {
-        waits_ = true;
+        waits = true;
       } else {
         unclean.remove(client->hooks.unclean);
       }
     }
     return false;
   }
+
+  bool waits = false;    // a client waits for the device, or for a caller's operation
+  bool refused = false;  // the driver refused what is tried again later
 
  private:
   // Free pages for one client, made at once if the driver takes long for that.
@@ -226,8 +224,6 @@ class Mapper::Step {
   PagePool& pool_;
   PoolLock& lock_;
   const std::size_t most_;
-  bool waits_ = false;
-  bool refused_ = false;
 };
 
 Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, std::chrono::nanoseconds& pause) {
@@ -254,9 +250,8 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, std::chrono::n
       const Unlocked others_first(lock);
       continue;
     }
-    if (step.refused() && !pool->retired())
-      next = std::min(next, steady_clock::now() + kRetryPause);
-    if (!step.waits() && given != MakeRoom::Given::waits) {
+    if (step.refused && !pool->retired()) next = std::min(next, steady_clock::now() + kRetryPause);
+    if (!step.waits && given != MakeRoom::Given::waits) {
       pause = kShortestPause;
     } else {
       next = std::min(next, steady_clock::now() + pause);

@@ -25,20 +25,15 @@ void each_entry(Client& client, Visit visit) VT_LOCKED {
 // Adds a page to the runs: to the last run, if the page continues it with the same access.
 void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std::size_t index,
               Entry entry, bool writable) {
-  if (!runs.empty()) {
-    SleepRun& last = runs.back();
-    if (last.client == &client && last.pages.row == row && last.pages.indices.end == index &&
-        last.access == access_of(entry.state()) && last.writable == writable) {
-      ++last.pages.indices.end;
-      last.handles.push_back(entry.page()->handle);
-      return;
-    }
-  }
-  runs.push_back({&client,
-                  {row, {index, index + 1}},
-                  access_of(entry.state()),
-                  writable,
-                  {entry.page()->handle}});
+  const Access access = access_of(entry.state());
+  const auto continues = [&](const SleepRun& last) {
+    return last.client == &client && last.pages.row == row && last.pages.indices.end == index &&
+           last.access == access && last.writable == writable;
+  };
+  if (runs.empty() || !continues(runs.back()))
+    runs.push_back({&client, {row, {index, index}}, access, writable, {}});
+  ++runs.back().pages.indices.end;
+  runs.back().handles.push_back(entry.page()->handle);
 }
 
 // Maps runs, the writable ones first; adds to `done` the pages that are mapped then.
