@@ -71,7 +71,6 @@ std::vector<char> Blocks::whole(Arena& arena, std::span<const std::size_t> numbe
 
 Blocks::Held Blocks::hold(Arena& arena, const Caller& caller,
                           std::span<const std::size_t> numbers) {
-  require(caller.operation, numbers);
   std::vector<std::size_t> named, added;  // a block may be named twice
   std::unordered_set<std::size_t> seen;
   for (const std::size_t number : numbers) {
@@ -98,7 +97,6 @@ Blocks::Held Blocks::hold(Arena& arena, const Caller& caller,
 }
 
 void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
-  require(caller.operation, numbers);
   const std::uint64_t now = arena.now();  // pages that arrive from here on do so later
   std::vector<std::size_t> released(numbers.begin(), numbers.end());
   std::erase_if(released, [this](std::size_t number) { return !blocks_[number].held(); });

@@ -17,7 +17,7 @@
 
 namespace vtensor {
 
-// Calls of one object must not overlap.
+// Calls of one object must not overlap. Requires: `require` has checked the numbers.
 class Blocks {
  public:
   // A part of every block, as (offset, stride, size): `size` bytes at `offset + block * stride`.
