@@ -178,7 +178,13 @@ void Buffer::assign(Interval positions, Interval extent) {
   set_extent(extent);
 }
 
+Interval Buffer::extent_of(Interval positions) const {
+  const Interval needed = indices_of(positions);
+  return needed.empty() ? needed : Interval{needed.begin, std::max(needed.end, extent_.end)};
+}
+
 void Buffer::set_extent(Interval extent) {
+  if (extent == extent_) return;
   const Interval was = std::exchange(extent_, extent);
   for (const Interval lost : difference(was, extent)) release(lost);
   for (const Interval gained : difference(extent, was)) range_.set_why(gained, Why::needed);
@@ -214,11 +220,7 @@ bool Buffer::is_ready(Interval positions, std::size_t written) const {
 
 void Buffer::grow_ready(const Caller& caller, Interval positions) {
   work_.note(caller.stream);
-  const Interval needed = indices_of(positions);
-  if (needed.end > extent_.end) return grow_to(positions, needed, true);
-  const std::size_t n = positions.size() - positions_.size();
-  set_positions(positions);
-  look_ahead(n, false);
+  grow_to(positions, extent_of(positions), true);
 }
 
 bool Buffer::grow_within(const Caller& caller, Interval positions) {

@@ -134,15 +134,15 @@ class Buffer final : public Client {
   // Makes `positions` the owner's, and maps the pages of adjacent `page_sets`, which hold them,
   // copy-on-write at their indices: those are the extent then. If `deferred`, they are expected,
   // and mapped by the mapper or by `accept_expected`. Waits for pages that are leaving there. If it
-  // fails, pages may have become copy-on-write in the buffer that they come from. Requires: the
-  // owner has no positions, and nothing is ready or cached at those indices.
+  // fails, pages may have become copy-on-write in the buffer that they come from. Requires: there
+  // is a page set, the owner has no positions, and nothing is ready or cached at those indices.
   void accept(const Caller& caller, Interval positions, PageSetSpan page_sets,
               bool deferred = false);
   void accept_expected(const Caller& caller);
   // In each buffer row i gets the pages of row rows[i], at the same addresses; if the driver
-  // refuses, in no buffer. Requires: the buffers are of one pool, each named once, without living
-  // generations, and the driver remaps in one step, because the owner would lose a page that cannot
-  // be put back.
+  // refuses, in no buffer. Requires: there are buffers, of one pool, each named once, without
+  // living generations, and the driver remaps in one step, because the owner would lose a page that
+  // cannot be put back.
   using Reindexing = std::pair<Buffer*, std::span<const std::size_t>>;
   static void reindex(const Caller& caller, std::span<const Reindexing> all);
 
@@ -211,6 +211,9 @@ class Buffer final : public Client {
   // Set the owner's positions and extent. Requires: its pages are mapped.
   void assign(Interval positions, Interval extent) VT_LOCKED;
   void set_extent(Interval extent) VT_LOCKED;
+  // The extent of a growth to `positions`: an accepted prefix may be longer in pages than in
+  // positions.
+  Interval extent_of(Interval positions) const VT_LOCKED;
   // `assign` for a growth: counts it and looks ahead. `ready`: the pages that it adds were ready.
   void grow_to(Interval positions, Interval extent, bool ready) VT_LOCKED;
   struct Growing;

@@ -18,7 +18,7 @@ struct Buffer::Growing {
         range(buffer.range_),
         growth(growth),
         caller(caller),
-        wanted(wider(buffer.indices_of(growth.positions), buffer.extent_)),
+        wanted(buffer.extent_of(growth.positions)),
         written(buffer.indices_of(growth.written)),
         added(buffer.extent_.empty() ? wanted : Interval{buffer.extent_.end, wanted.end}) {
     range.reserve(wanted);
@@ -51,11 +51,6 @@ struct Buffer::Growing {
     if (unordered) buffer.order(caller.stream);
     range.make_clean(range.unclean_in(added), caller.stream);
     buffer.unshare_runs(lock, caller, copy_on_write, growth.stale);
-  }
-
-  // An accepted prefix may be longer in pages than in positions.
-  static Interval wider(Interval wanted, Interval extent) {
-    return wanted.empty() ? wanted : Interval{wanted.begin, std::max(wanted.end, extent.end)};
   }
 
   Buffer& buffer;

@@ -169,7 +169,6 @@ void Buffer::protect_origins(const Caller& caller, PageSetSpan page_sets) const 
 
 void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_sets,
                     bool deferred) {
-  if (page_sets.empty()) return;
   protect_origins(caller, page_sets);
   const Interval indices{page_sets.front()->indices().begin, page_sets.back()->indices().end};
   std::span<Page* const> pages = page_sets.front()->all();
@@ -229,7 +228,6 @@ void Buffer::enter_expected() {
 }
 
 void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
-  if (all.empty()) return;
   const std::shared_ptr<PagePool>& pool = all.front().first->pool_;
   PoolLock lock(pool);
   pool->reap();
