@@ -4,6 +4,7 @@
 #include <exception>
 #include <iterator>
 #include <mutex>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -349,15 +350,6 @@ void PagePool::add(const std::shared_ptr<Shrinker>& shrinker) {
   const PoolLock lock(shared_from_this());
   std::erase_if(shrinkers_, [](const auto& one) { return one.expired(); });
   shrinkers_.push_back(shrinker);
-}
-
-std::vector<std::shared_ptr<Client>> PagePool::asleep(std::span<const std::uint64_t> numbers) {
-  std::vector<std::shared_ptr<Client>> all;
-  for (Client* client : clients_) {
-    if (std::find(numbers.begin(), numbers.end(), client->asleep.load()) != numbers.end())
-      all.push_back(client->shared_from_this());
-  }
-  return all;
 }
 
 std::size_t PagePool::spared_elsewhere() {

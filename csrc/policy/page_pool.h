@@ -15,7 +15,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <span>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -136,8 +135,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void remove(Client* client) VT_LOCKED { clients_.erase(client); }
   std::uint64_t next_id() VT_LOCKED { return next_id_++; }
   const std::unordered_set<Client*>& clients() const VT_LOCKED { return clients_; }
-  // Clients that are in one of these sleeps.
-  std::vector<std::shared_ptr<Client>> asleep(std::span<const std::uint64_t> numbers) VT_LOCKED;
   // Takes the lock.
   void add(const std::shared_ptr<Shrinker>& shrinker);
   // Shrinkers that are alive.

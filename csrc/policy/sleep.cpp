@@ -210,10 +210,8 @@ std::size_t FallAsleep::unmap_all() {
   }
   for (const std::shared_ptr<Client>& client : clients_) {
     const Reservation& range = client->range();
-    for (const Reservation::Run& run : private_copies_in(range, {0, range.reserved()})) {
-      for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
-        uses.erase(range.at(run.row, i).page());
-    }
+    for (const Reservation::Run& run : private_copies_in(range, {0, range.reserved()}))
+      range.each_page(run, [&uses](Page* page) { uses.erase(page); });
   }
   std::vector<Page*> pages;
   for (const auto& [page, count] : uses) {
@@ -267,7 +265,10 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
   pool_->reap();
   pool_->settle_all(lock);  // what has died asleep needs no memory
   try {
-    clients_ = pool_->asleep(numbers);
+    for (Client* client : pool_->clients()) {
+      if (std::find(numbers.begin(), numbers.end(), client->asleep.load()) != numbers.end())
+        clients_.push_back(client->shared_from_this());
+    }
     for (const std::shared_ptr<Client>& client : clients_)
       busy_.push_back(std::make_unique<Client::Busy>(*client, lock, caller_));
     std::unordered_set<const Page*> seen;
