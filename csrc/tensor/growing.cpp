@@ -76,10 +76,9 @@ std::size_t Buffer::fresh_pages_for(std::span<const Growing> all) {
   std::unordered_map<const Page*, std::uint32_t> unsharing;
   for (const Growing& one : all) {
     for (const Reservation::Run& run : one.copy_on_write) {
-      for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-        const Page* page = one.range.at(run.row, index).page();
+      one.range.each_page(run, [&](const Page* page) VT_LOCKED {
         fresh += takes_fresh_page(one.range, *page, unsharing[page]);
-      }
+      });
     }
   }
   return fresh;

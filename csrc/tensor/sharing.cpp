@@ -120,10 +120,8 @@ PageSets Buffer::offer(const Caller& caller, std::span<const Interval> indices, 
   for (const Interval some : indices) {
     std::vector<Page*> pages;
     pages.reserve(some.size() * range_.rows());
-    for (std::size_t row = 0; row < range_.rows(); ++row) {
-      for (std::size_t index = some.begin; index < some.end; ++index)
-        pages.push_back(range_.at(row, index).page());
-    }
+    for (std::size_t row = 0; row < range_.rows(); ++row)
+      range_.each_page({row, some}, [&pages](Page* page) { pages.push_back(page); });
     page_sets.push_back(PageSet::make(pool_, some, std::move(pages)));
     page_sets.back()->origin = origin;
   }
