@@ -29,7 +29,6 @@
 #include "bind/slot_range.h"
 #include "bind/torch_bridge.h"
 #include "policy/sleep.h"
-#include "vmm/pending_work.h"
 
 namespace vtensor::bind {
 

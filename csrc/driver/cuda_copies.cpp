@@ -7,6 +7,9 @@
 #include "driver/cuda_driver.h"
 
 namespace vtensor {
+
+using std::chrono::steady_clock;
+
 namespace {
 
 constexpr const char* kOperation = "copy_pages";
@@ -57,7 +60,7 @@ bool CudaDriver::close_copies() {
 void CudaDriver::copy_pages(std::span<const PageCopy> copies) {
   if (copies.empty()) return;
   const std::lock_guard lock(scratch_mutex_);
-  const auto deadline = std::chrono::steady_clock::now() + cuda_.timeout;
+  const auto deadline = steady_clock::now() + cuda_.timeout;
   const RelaxedCapture relaxed(cuda_, kOperation);
   const PrimaryContext context(cuda_, kOperation);
   while (!copies.empty()) {
@@ -109,7 +112,8 @@ void CudaDriver::await_launched(std::span<const PageCopy> copies, Deadline deadl
   std::string found;
   for (int asked = 0; asked < 2; ++asked) {
     try {
-      launched_ = !side_ends(kOperation, deadline);
+      launched_ =
+          !wait_for(*this, record(kOperation, side_stream_), deadline - steady_clock::now());
       if (!launched_) return;
       found = text("the device did not finish within ", cuda_.timeout.count(), " ms");
     } catch (const std::exception& refusal) {

@@ -91,15 +91,12 @@ class CudaDriver final : public Driver {
   CUresult cover(std::span<const Address> holes);
   void close_mappings();
 
-  // Of streams. All but `require_own` and `query` need the primary context, and `side_ends` relaxed
-  // capture too.
+  // Of streams. All but `require_own` need the primary context.
   void open_streams();
   void require_own(const char* operation, Stream stream);
   bool is_captured(const char* operation, Stream stream);
   void refuse_capture(const char* operation, Stream stream);
   FencePtr record(const char* operation, Stream stream);
-  bool query(const char* operation, const Fence& fence);
-  bool side_ends(const char* operation, Deadline deadline);
   void close_streams();
 
   // Of copies between pages, with the mutex of the scratch range.

@@ -1,9 +1,7 @@
 // A fence is a CUDA event. Events are made once and serve one fence after the other, so that a
 // fence costs one cuEventRecord.
-#include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -126,28 +124,10 @@ FencePtr CudaDriver::record(const char* operation, Stream stream) {
 bool CudaDriver::passed(const Fence& fence) {
   if (cuda_fence(fence).passed.load(std::memory_order_acquire)) return true;
   const RelaxedCapture relaxed(cuda_, "passed");
-  return query("passed", fence);
-}
-
-bool CudaDriver::query(const char* operation, const Fence& fence) {
-  const CudaFence& it = cuda_fence(fence);
-  const CUresult code = cuda_.call(cuda_.cuEventQuery, it.event);
+  const CUresult code = cuda_.call(cuda_.cuEventQuery, cuda_fence(fence).event);
   if (code == CUDA_ERROR_NOT_READY) return false;
-  cuda_.check(operation, Call::cuEventQuery, code);
-  it.passed.store(true, std::memory_order_release);
-  return true;
-}
-
-// Waits for what was launched on the side stream. False if it has not ended by `deadline`.
-bool CudaDriver::side_ends(const char* operation, Deadline deadline) {
-  const FencePtr fence = record(operation, side_stream_);
-  constexpr std::chrono::microseconds kLongest{500};
-  std::chrono::microseconds pause{5};  // about what a page takes to copy
-  while (!query(operation, *fence)) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(pause);
-    pause = std::min(2 * pause, kLongest);
-  }
+  cuda_.check("passed", Call::cuEventQuery, code);
+  cuda_fence(fence).passed.store(true, std::memory_order_release);
   return true;
 }
 

@@ -8,6 +8,7 @@
 // a driver call throw.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
@@ -15,9 +16,11 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 
 #include "base/calls.h"
 #include "base/descriptor.h"
+#include "base/trace.h"
 
 namespace vtensor {
 
@@ -197,6 +200,24 @@ class Driver {
   Stream side_stream_ = 0, copy_stream_ = 0;
   CallMeter meter_;
 };
+
+// Whether the fence passes within `patience` (I12). Requires: no lock is held (I11).
+inline bool wait_for(Driver& driver, const Fence& fence, std::chrono::nanoseconds patience) {
+  if (driver.passed(fence)) return true;
+  const trace::Span span(trace::What::wait, 0, 0);
+  const auto until = std::chrono::steady_clock::now() + patience;
+  // Asks often at first, because most fences pass in microseconds.
+  std::chrono::microseconds pause{5};
+  while (std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(pause);
+    if (driver.passed(fence)) return true;
+    pause = std::min(2 * pause, std::chrono::microseconds(100));
+  }
+  return false;
+}
+inline bool wait_for(Driver& driver, const FencePtr& fence, std::chrono::nanoseconds patience) {
+  return !fence || wait_for(driver, *fence, patience);
+}
 
 struct HostOptions {
   std::size_t page_size = 0;  // 0: the default, 64 KiB

@@ -18,7 +18,6 @@
 #include <optional>
 #include <string_view>
 #include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -329,13 +328,8 @@ class HostDriver final : public Driver {
   }
   bool passed(const Fence& fence) override { return HostCopies::passed(fence); }
   void order(Stream stream, const Fence& fence) override {
-    const auto until = std::chrono::steady_clock::now() + kPatience;
-    while (stream != kCopyStream && !passed(fence)) {
-      if (std::chrono::steady_clock::now() >= until)
-        throw TimedOut("host order", kPatience,
-                       "copies between pages and host memory have not ended");
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
+    if (stream == kCopyStream || wait_for(*this, fence, kPatience)) return;
+    throw TimedOut("host order", kPatience, "copies between pages and host memory have not ended");
   }
   bool capturing(const char*, Stream) override { return false; }
   void keep_for_graph(Stream, void (*)(void*), void*) override {}

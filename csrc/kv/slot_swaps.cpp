@@ -6,7 +6,6 @@
 
 #include "base/align.h"
 #include "base/errors.h"
-#include "vmm/pending_work.h"
 
 namespace vtensor {
 

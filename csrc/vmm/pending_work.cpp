@@ -1,11 +1,9 @@
 #include "vmm/pending_work.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "base/errors.h"
-#include "base/trace.h"
 
 namespace vtensor {
 
@@ -16,20 +14,6 @@ bool all_passed(Driver& driver, std::vector<FencePtr>& fences) {
   });
   fences.erase(passed, fences.end());
   return fences.empty();
-}
-
-bool wait_for(Driver& driver, const FencePtr& fence, std::chrono::nanoseconds patience) {
-  if (!fence || driver.passed(*fence)) return true;
-  const trace::Span span(trace::What::wait, 0, 0);
-  const auto until = std::chrono::steady_clock::now() + patience;
-  // Asks often at first, because most fences pass in microseconds.
-  std::chrono::nanoseconds pause = std::chrono::microseconds(5);
-  while (std::chrono::steady_clock::now() < until) {
-    std::this_thread::sleep_for(pause);
-    if (driver.passed(*fence)) return true;
-    pause = std::min<std::chrono::nanoseconds>(2 * pause, std::chrono::milliseconds(1));
-  }
-  return false;
 }
 
 void PendingWork::note(Stream stream) {

@@ -1,8 +1,7 @@
 // The work that may still use some pages: the streams in which it was launched, and fences after
-// it; and waits for it, with a bound (I12).
+// it.
 #pragma once
 
-#include <chrono>
 #include <vector>
 
 #include "driver/driver.h"
@@ -13,9 +12,6 @@ namespace vtensor {
 // Whether all have passed; forgets those that have. Throws what the driver does; no fence is lost
 // then.
 bool all_passed(Driver& driver, std::vector<FencePtr>& fences);
-
-// Whether the fence passes within `patience`. Requires: no lock is held (I11).
-bool wait_for(Driver& driver, const FencePtr& fence, std::chrono::nanoseconds patience);
 
 class PendingWork {
  public:

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "vmm/pending_work.h"
 
 namespace vtensor {
 
