@@ -1,11 +1,14 @@
 // What the operating system refused, in words.
 #pragma once
 
+#include <fcntl.h>
+
 #include <cerrno>
 #include <string>
 #include <utility>
 
 #include "base/calls.h"
+#include "base/descriptor.h"
 #include "base/errors.h"
 
 namespace vtensor {
@@ -38,6 +41,19 @@ void make_call(CallMeter& meter, const char* operation, Call call, int injected,
                const std::string& what, const std::string& remedy, Body body) {
   const int error = meter.enter(call) ? injected : (body() ? 0 : errno);
   if (error != 0) throw refused(operation, call, error, what, remedy);
+}
+
+// An open file of its own over the memfd of `descriptor`, for another process. `what` names that.
+inline Descriptor open_anew(CallMeter& meter, const char* operation, int descriptor, int flags,
+                            const std::string& what) {
+  Descriptor opened(-1);
+  make_call(meter, operation, Call::open, EMFILE, text("opening ", what, " anew"),
+            "mount /proc, and raise the limit on descriptors (ulimit -n)", [&] {
+              const std::string path = text("/proc/self/fd/", descriptor);
+              opened = Descriptor(open(path.c_str(), flags | O_CLOEXEC));
+              return opened.get() >= 0;
+            });
+  return opened;
 }
 
 }  // namespace vtensor

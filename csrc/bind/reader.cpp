@@ -125,7 +125,9 @@ class ReaderCore {
 void bind_reader(nb::module_& module) {
   nb::class_<ReaderFiles>(module, "ReaderFiles", "Descriptors that are closed with it.")
       .def(nb::init<>())
-      .def("take", &ReaderFiles::take, "descriptor"_a)
+      .def(
+          "take", [](ReaderFiles& files, int descriptor) { files.take(Descriptor(descriptor)); },
+          "descriptor"_a)
       .def_prop_ro("descriptors", &ReaderFiles::descriptors)
       .def("close", [](ReaderFiles& files) { files.release(); });
   nb::class_<ReaderCore>(module, "ReaderCore")

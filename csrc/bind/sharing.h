@@ -16,10 +16,7 @@ class ReaderFiles {
   ReaderFiles() = default;
   ReaderFiles(ReaderFiles&&) = default;
   ReaderFiles& operator=(ReaderFiles&&) = default;
-  void take(int descriptor) {
-    Descriptor owned(descriptor);
-    all_.push_back(std::move(owned));
-  }
+  void take(Descriptor descriptor) { all_.push_back(std::move(descriptor)); }
   std::vector<int> descriptors() const {
     std::vector<int> all;
     for (const Descriptor& one : all_) all.push_back(one.get());

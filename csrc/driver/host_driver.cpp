@@ -295,16 +295,8 @@ class HostDriver final : public Driver {
 
   ExportedPage export_page(Handle) override {
     refuse_if_left("host export_page");
-    ExportedPage memory;
-    const Refusal refusal = call(Call::open, 0, 0, [&] {
-      memory.descriptor =
-          Descriptor(open(text("/proc/self/fd/", memfd_.get()).c_str(), O_RDONLY | O_CLOEXEC));
-      return memory.descriptor.get() >= 0;
-    });
-    if (!refusal) return memory;
-    throw refused("host export_page", Call::open, refusal.injected ? EMFILE : refusal.error,
-                  "opening the memfd of the pool anew",
-                  "mount /proc, and raise the limit on descriptors (ulimit -n)");
+    return {.descriptor = open_anew(meter_, "host export_page", memfd_.get(), O_RDONLY,
+                                    "the memfd of the pool")};
   }
   Handle import_page(const ExportedPage&, ExportKind) override {
     throw Error("[host import_page] memory of the host is read through a file of all its pages");

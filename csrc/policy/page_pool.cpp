@@ -108,8 +108,8 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
 // Buffers and generations hold the pool, so none is left; only kept memory is.
 PagePool::~PagePool() { mapper_->stop(); }
 
-int PagePool::open_for_readers(const char* operation) {
-  if (traits().exports == ExportKind::file) return driver_->export_page(0).descriptor.take();
+Descriptor PagePool::open_for_readers(const char* operation) {
+  if (traits().exports == ExportKind::file) return driver_->export_page(0).descriptor;
   const PoolLock lock(shared_from_this());
   if (retired()) throw Closed("[", operation, "] the pool is closed");
   if (!sender_) sender_ = std::make_unique<PageSender>(operation, shared_from_this());

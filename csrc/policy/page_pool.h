@@ -123,9 +123,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // -- for readers in other processes
 
   // A descriptor by which another process gets the pages of the ranges that are shared: the file
-  // they lie in, or a socket on which it asks for them (vmm/page_socket.h). The caller closes it.
-  // Requires: a range is shared. Throws DriverError.
-  int open_for_readers(const char* operation);
+  // they lie in, or a socket on which it asks for them (vmm/page_socket.h). Requires: a range is
+  // shared. Throws DriverError.
+  Descriptor open_for_readers(const char* operation);
   // Answers what is asked on such a socket. Throws what the driver refuses, and as `await_work`.
   void export_pages(const PageMessage& asked, PageMessage& answer);
 

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/descriptor.h"
 #include "base/errors.h"
 #include "base/system_errors.h"
 #include "base/thread.h"
@@ -60,7 +59,7 @@ PageSender::~PageSender() {
   thread_->get_id() == std::this_thread::get_id() ? thread_->detach() : thread_->join();
 }
 
-int PageSender::connect(const char* operation, PagePool& pool) {
+Descriptor PageSender::connect(const char* operation, PagePool& pool) {
   Descriptor reader(-1);
   auto socket = std::make_unique<PageSocket>(pool.driver().meter(), operation, reader);
   {
@@ -68,7 +67,7 @@ int PageSender::connect(const char* operation, PagePool& pool) {
     sockets_->arrived.push_back(std::move(socket));
   }
   sockets_->wake();
-  return reader.take();
+  return reader;
 }
 
 // Answers what the reader asks. False if the socket is of no more use.

@@ -5,6 +5,8 @@
 #include <memory>
 #include <thread>
 
+#include "base/descriptor.h"
+
 namespace vtensor {
 
 class PagePool;
@@ -19,8 +21,8 @@ class PageSender {
   ~PageSender();
   PageSender& operator=(PageSender&&) = delete;
 
-  // The reader's end of a new socket. The caller closes it. Throws DriverError.
-  int connect(const char* operation, PagePool& pool);
+  // The reader's end of a new socket. Throws DriverError.
+  Descriptor connect(const char* operation, PagePool& pool);
 
  private:
   struct Sockets;

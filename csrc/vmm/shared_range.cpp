@@ -10,7 +10,6 @@
 #include <string>
 #include <utility>
 
-#include "base/descriptor.h"
 #include "base/errors.h"
 #include "base/system_errors.h"
 
@@ -128,16 +127,9 @@ std::size_t SharedRange::readers() const {
   return living;
 }
 
-int SharedRange::open_for_reader(const char* operation) const {
-  int opened = -1;
-  make_call(all_.driver_.meter(), operation, Call::open, EMFILE,
-            "opening the memfd of a shared range anew",
-            "mount /proc, and raise the limit on descriptors (ulimit -n)", [&] {
-              const std::string path = text("/proc/self/fd/", file_.descriptor());
-              opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-              return opened >= 0;
-            });
-  return opened;
+Descriptor SharedRange::open_for_reader(const char* operation) const {
+  return open_anew(all_.driver_.meter(), operation, file_.descriptor(), O_RDWR,
+                   "the memfd of a shared range");
 }
 
 // -- all ranges

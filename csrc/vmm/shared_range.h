@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/align.h"
+#include "base/descriptor.h"
 #include "vmm/page_store.h"
 #include "vmm/pool_lock.h"
 #include "vmm/shared_file.h"
@@ -56,8 +57,8 @@ class SharedRange {
   void close() noexcept VT_LOCKED { set_state(shared::State::closed); }
   // Living readers.
   std::size_t readers() const;
-  // An open file of its own over the shared file, for another process. The caller closes it.
-  int open_for_reader(const char* operation) const;
+  // An open file of its own over the shared file, for another process.
+  Descriptor open_for_reader(const char* operation) const;
 
  private:
   friend class SharedRanges;

@@ -82,10 +82,8 @@ class Writer : public Owner {
     }
     buffer_->show_positions();
   }
-  Descriptor open_memory() const { return Descriptor(buffer_->pool()->open_for_readers("test")); }
-  Descriptor open_range() const {
-    return Descriptor(buffer_->range().shared()->open_for_reader("test"));
-  }
+  Descriptor open_memory() const { return buffer_->pool()->open_for_readers("test"); }
+  Descriptor open_range() const { return buffer_->range().shared()->open_for_reader("test"); }
   std::unique_ptr<RangeReaders> read() const {
     const Descriptor range = open_range();
     return std::make_unique<RangeReaders>(std::span(&range, 1), open_memory(), 2, simulated());
@@ -206,9 +204,8 @@ TEST_CASE("what a reader takes is of one moment, however often it changes") {
       Buffer::create(pool, {1, kBytes, kWords, 0, false}, kCaller);
   buffer->share("test", kWords);
   const std::shared_ptr<SharedRange> shared = buffer->range().shared();
-  const Descriptor range(shared->open_for_reader("test"));
-  RangeReaders readers(std::span(&range, 1), Descriptor(pool->open_for_readers("test")), kWords,
-                       simulated());
+  const Descriptor range = shared->open_for_reader("test");
+  RangeReaders readers(std::span(&range, 1), pool->open_for_readers("test"), kWords, simulated());
   const RangeReader& reader = readers.at(0);
   const auto change = [&](bool table, std::size_t number) {
     if (!table) {
@@ -258,7 +255,7 @@ TEST_CASE("a large table is read while it changes, and only where it ever had pa
         Buffer::create(pool, {1, kBytes, kPages, 0, false}, kCaller);
     buffer->share("test", 2);
     const std::shared_ptr<SharedRange> shared = buffer->range().shared();
-    const Descriptor range(shared->open_for_reader("test"));
+    const Descriptor range = shared->open_for_reader("test");
     const auto kept = [&range] {
       struct stat found{};
       REQUIRE(fstat(range.get(), &found) == 0);
@@ -289,8 +286,7 @@ TEST_CASE("a large table is read while it changes, and only where it ever had pa
       }
     });
     const std::size_t before = kept();
-    RangeReaders readers(std::span(&range, 1), Descriptor(pool->open_for_readers("test")), 2,
-                         simulated());
+    RangeReaders readers(std::span(&range, 1), pool->open_for_readers("test"), 2, simulated());
     const RangeReader& reader = readers.at(0);
     const auto read = [&readers] {
       for (int seen = 0; seen < 20;) seen += readers.sync(kCaller, readers.stale());
