@@ -235,11 +235,14 @@ HandleRun* Placement::best_idle(std::size_t pages, std::size_t least) {
   return any ? &runs_.at(std::get<2>(*found)) : nullptr;
 }
 
-// The best idle run, of which up to `pages` pages are opened, from the first spare one on if there
-// is one. Null if there is none.
-HandleRun* Placement::open_idle(std::size_t pages, std::size_t least) {
+// Opens up to `pages` pages of the best idle run, from its first spare one on if there is one.
+// Makes new handles only if no run that is idle will do.
+HandleRun* Placement::open_run(std::size_t pages, std::size_t least) {
   HandleRun* run = best_idle(pages, least);
-  if (run == nullptr) return nullptr;
+  if (run == nullptr) {
+    const Handle first = driver_.create(pages);
+    return &add_run(first, pages);
+  }
   end_idle(*run);
   run->open = true;
   try {
@@ -256,14 +259,6 @@ HandleRun* Placement::open_idle(std::size_t pages, std::size_t least) {
     throw;
   }
   return run;
-}
-
-// A run of `pages` pages, or an idle one of `least` or more. Makes new handles only if few of those
-// that exist are idle.
-HandleRun* Placement::open_run(std::size_t pages, std::size_t least) {
-  if (HandleRun* idle = open_idle(pages, least)) return idle;
-  const Handle first = driver_.create(pages);
-  return &add_run(first, pages);
 }
 
 }  // namespace vtensor

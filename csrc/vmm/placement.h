@@ -78,7 +78,6 @@ class Placement {
   void join(Runs::iterator at, Runs::iterator next) noexcept;
   HandleRun& split(HandleRun& run, std::size_t index);
   HandleRun* best_idle(std::size_t pages, std::size_t least);
-  HandleRun* open_idle(std::size_t pages, std::size_t least);
   HandleRun* open_run(std::size_t pages, std::size_t least);
 
   static constexpr std::size_t kMostLooks = 32;
