@@ -14,6 +14,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <string_view>
 #include <thread>
 
 #include "base/align.h"
@@ -59,6 +60,27 @@ bool is_before(std::uint32_t one, std::uint32_t other) {
 
 std::string prefix() { return text("vtensor-", geteuid(), "-"); }
 
+bool is_name(std::string_view name) {
+  constexpr std::string_view kLetters =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
+  return !name.empty() && name.size() <= kLongestName &&
+         name.find_first_not_of(kLetters) == std::string_view::npos;
+}
+
+// Of this user's files, in order.
+std::vector<std::string> names() {
+  std::vector<std::string> names;
+  const std::string begin = prefix();
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(kFolder), closedir);
+  while (const dirent* entry = folder ? readdir(folder.get()) : nullptr) {
+    const std::string_view file = entry->d_name;
+    if (file.starts_with(begin) && is_name(file.substr(begin.size())))
+      names.emplace_back(file.substr(begin.size()));
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
 std::string quoted(const std::string& name) { return "\"" + name + "\""; }
 
 std::string command_of_process() {
@@ -95,8 +117,6 @@ struct Ledger::Content {
 // The file, open and mapped.
 class Ledger::File : public SharedFile {
  public:
-  bool map() { return SharedFile::map(sizeof(Content), sizeof(Content)); }
-
   // Null if the file has lost its name, or was ever cut. Good for a few accesses.
   Content* whole() const noexcept {
     struct stat found{};
@@ -154,27 +174,6 @@ class Ledger::Locked {
 
 // -- the file
 
-bool Ledger::is_name(std::string_view name) {
-  constexpr std::string_view kLetters =
-      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
-  return !name.empty() && name.size() <= kLongestName &&
-         name.find_first_not_of(kLetters) == std::string_view::npos;
-}
-
-// Of this user's files, in order.
-std::vector<std::string> Ledger::names() {
-  std::vector<std::string> names;
-  const std::string begin = prefix();
-  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(kFolder), closedir);
-  while (const dirent* entry = folder ? readdir(folder.get()) : nullptr) {
-    const std::string_view file = entry->d_name;
-    if (file.starts_with(begin) && is_name(file.substr(begin.size())))
-      names.emplace_back(file.substr(begin.size()));
-  }
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
 std::string Ledger::path() const { return kFolder + prefix() + name_; }
 
 Ledger::Ledger(CallMeter& meter, const std::string& name, int flags)
@@ -212,7 +211,7 @@ void Ledger::begin(std::uint64_t limit) {
 void Ledger::map() {
   make_call(meter_, kOperation, Call::mmap, ENOMEM, "mapping " + path(),
             "raise the limits on mappings (vm.max_map_count) and address space",
-            [this] { return file_->map(); });
+            [this] { return file_->map(sizeof(Content), sizeof(Content)); });
 }
 
 bool Ledger::has_other_layout() const { return layout() != 0 && layout() != kLayout; }
@@ -248,8 +247,6 @@ bool Ledger::is_linked() const {
          id_of(file_->descriptor()) == FileId{found.st_dev, found.st_ino};
 }
 
-void Ledger::unlink() const noexcept { ::unlink(path().c_str()); }
-
 bool Ledger::is_alive(std::size_t place) const { return file_->is_locked(life_of(place), 1); }
 
 bool Ledger::any_alive() const { return file_->is_locked(kLife, 0); }
@@ -270,7 +267,7 @@ std::unique_ptr<Ledger> Ledger::join(CallMeter& meter, const std::string& name, 
     try {
       ledger->take_place(limit, device);
     } catch (...) {
-      if (!ledger->any_alive()) ledger->unlink();
+      if (!ledger->any_alive()) unlink(ledger->path().c_str());
       throw;
     }
     return ledger;
@@ -323,7 +320,7 @@ Ledger::~Ledger() {
   try {
     const Locked locked(*this, nullptr);
     file_->unlock(life_of(place_));  // so that of two that leave one is last
-    if (!any_alive() && is_linked()) unlink();
+    if (!any_alive() && is_linked()) unlink(path().c_str());
   } catch (...) {
     // The file stays, and the next pool of its name finds no living pool in it.
     file_->unlock(life_of(place_));

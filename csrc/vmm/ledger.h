@@ -14,7 +14,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -106,12 +105,9 @@ class Ledger {
 
   // Opens the file of that name. Throws as `join`.
   Ledger(CallMeter& meter, const std::string& name, int flags);
-  static bool is_name(std::string_view name);
-  static std::vector<std::string> names();
   std::string path() const;
   // Whether the file still has its name.
   bool is_linked() const;
-  void unlink() const noexcept;
   // 0 if the file is not ours, or was cut.
   std::uint32_t layout() const;
   bool has_other_layout() const;
