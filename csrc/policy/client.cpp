@@ -38,7 +38,7 @@ Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
       capture_advice_(capture_advice),
       driver_(pool->driver()),
       shape_(shape),
-      range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
+      range_(driver_, pool->store(), shape, row_pages),
       work_(driver_) {}
 
 void Client::open(const Caller& caller, std::unique_ptr<faults::Range> report, Backed backed,

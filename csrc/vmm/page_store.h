@@ -34,6 +34,9 @@ class PageStore {
   ~PageStore();
   PageStore& operator=(PageStore&&) = delete;
 
+  // Bounds each wait of the pool's (I12).
+  std::chrono::nanoseconds patience() const { return options_.patience; }
+
   // -- the budget, in pages
 
   std::size_t in_pages(std::size_t bytes) const { return bytes / driver_.traits().page_size; }

@@ -8,11 +8,10 @@
 namespace vtensor {
 
 Reservation::Reservation(Driver& driver, PageStore& pages, const RowShape& shape,
-                         std::size_t row_pages, std::chrono::nanoseconds patience)
+                         std::size_t row_pages)
     : PageTable(shape.rows),
       driver_(driver),
       pages_(pages),
-      patience_(patience),
       row_pages_(row_pages),
       row_stride_(shape.row_stride != 0 ? shape.row_stride : row_pages),
       page_size_(driver.traits().page_size),
@@ -126,6 +125,7 @@ void Reservation::carry_out(std::span<Arrival* const> all, Stream stream, bool p
 void Reservation::ready(Arrival& arrival, Stream stream, bool populate) const {
   const std::uint64_t owner = zeroed_ ? kNoOwner : owner_;
   Page* const* page = arrival.taken.data();
+  bool zeroing = false;
   for (const Run& run : arrival.runs) {
     const std::size_t n = run.indices.size();
     for (std::size_t i = 0; i < n; ++i) {
@@ -133,7 +133,7 @@ void Reservation::ready(Arrival& arrival, Stream stream, bool populate) const {
       while (i < n && pages_.must_zero(*page[i], owner)) ++i;
       if (i == begin) continue;
       zero({address(run) + begin * page_size_, (i - begin) * page_size_}, stream);
-      arrival.zeroing = true;
+      zeroing = true;
     }
     if (populate) {
       const trace::Span span(trace::What::populate, address(run), n * page_size_, base_);
@@ -141,7 +141,7 @@ void Reservation::ready(Arrival& arrival, Stream stream, bool populate) const {
     }
     page += n;
   }
-  if (arrival.zeroing && arrival.ahead) arrival.zeroed = driver_.fence(stream);
+  if (zeroing && arrival.ahead) arrival.zeroed = driver_.fence(stream);
 }
 
 void Reservation::enter(const Arrival& arrival) {
@@ -174,7 +174,7 @@ void Reservation::enter(const Arrival& arrival) {
 
 bool Reservation::await_work(Stream stream) const noexcept {
   try {
-    return wait_for(driver_, driver_.fence(stream), patience_);
+    return wait_for(driver_, driver_.fence(stream), pages_.patience());
   } catch (...) {
     return false;
   }

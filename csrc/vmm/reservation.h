@@ -58,8 +58,7 @@ class Reservation : public PageTable {
     std::vector<Handle> handles;   // of all pages, run after run
     std::exception_ptr error;
     std::size_t mapped = 0;  // with an error: the first so many pages were mapped, and leave
-    bool zeroing = false;    // some pages are being zeroed
-    FencePtr zeroed;         // after that zeroing, if `ahead`; null if it has ended
+    FencePtr zeroed;         // if `ahead`: after zeroing that may still run
   };
 
   // Pages being unmapped.
@@ -71,9 +70,7 @@ class Reservation : public PageTable {
     std::exception_ptr error;
   };
 
-  // `patience` bounds each wait (I12).
-  Reservation(Driver& driver, PageStore& pages, const RowShape& shape, std::size_t row_pages,
-              std::chrono::nanoseconds patience);
+  Reservation(Driver& driver, PageStore& pages, const RowShape& shape, std::size_t row_pages);
 
   Driver& driver() const { return driver_; }
   PageStore& store() const { return pages_; }
@@ -179,7 +176,6 @@ class Reservation : public PageTable {
 
   Driver& driver_;
   PageStore& pages_;
-  const std::chrono::nanoseconds patience_;
   const std::size_t row_pages_;
   const std::size_t row_stride_;  // pages
   const std::size_t page_size_;
