@@ -102,7 +102,7 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
       driver_(std::move(driver)),
       options_(options),
       store_(*driver_, options, ledger_.get(), [this]() VT_LOCKED { wake_mapper(); }),
-      shared_(*driver_, store_, [this]() VT_LOCKED { wake_mapper(); }),
+      shared_(*driver_, store_),
       mapper_(std::make_shared<Mapper>(ledger_ ? ledger_->wake_word() : nullptr)) {}
 
 // Buffers and generations hold the pool, so none is left; only kept memory is.
@@ -455,7 +455,7 @@ void PagePool::count_private_copies() {
 
 bool PagePool::tidy() noexcept {
   if (ended_.load(std::memory_order_acquire) != nullptr) reap();
-  shared_.publish();
+  if (shared_.publish()) wake_mapper();
   store_.give_back_uncovered();
   return std::exchange(wake_mapper_, false);
 }

@@ -147,7 +147,7 @@ class Reservation : public PageTable {
   // Null if no other process may read the range.
   const std::shared_ptr<SharedRange>& shared() const { return shared_; }
   // Whether a living reader of another process has it.
-  bool is_read() const { return shared_ && shared_->readers() != 0; }
+  bool is_read() const { return shared_ && shared_->is_read(); }
 
   // -- bytes
 

@@ -114,8 +114,7 @@ void SharedRange::set_state(State state) noexcept {
 
 template <typename Visit>
 void SharedRange::each_reader(Visit visit) const {
-  // Most often none lives: one question for all of them.
-  if (!file_.is_locked(shared::kReaderLives, shared::kMostReaders)) return;
+  if (!is_read()) return;  // most often
   for (std::size_t i = 0; i < shared::kMostReaders; ++i) {
     if (file_.is_locked(shared::kReaderLives + static_cast<off_t>(i), 1)) visit(parts_.place(i));
   }
@@ -151,10 +150,10 @@ std::shared_ptr<SharedRange> SharedRanges::add(const char* operation, Address ba
   return range;
 }
 
-void SharedRanges::publish() noexcept {
+bool SharedRanges::publish() noexcept {
   for (SharedRange* range : changing_) range->publish();
   changing_.clear();
-  if (std::exchange(keeps_, false) && collect()) when_kept_();
+  return std::exchange(keeps_, false) && collect();
 }
 
 bool SharedRanges::collect() noexcept {
@@ -191,7 +190,7 @@ std::size_t SharedRanges::kept() const {
 std::unordered_set<const SharedRange*> SharedRanges::read() const {
   std::unordered_set<const SharedRange*> read;
   for (const std::shared_ptr<SharedRange>& range : all_) {
-    if (range->readers() != 0) read.insert(range.get());
+    if (range->is_read()) read.insert(range.get());
   }
   return read;
 }

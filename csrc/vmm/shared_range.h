@@ -5,11 +5,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "base/align.h"
@@ -55,7 +53,8 @@ class SharedRange {
   }
   // Readers learn that the owner has left; they keep what they have.
   void close() noexcept VT_LOCKED { set_state(shared::State::closed); }
-  // Living readers.
+  // Whether a reader lives, in one question to the system; how many do.
+  bool is_read() const { return file_.is_locked(shared::kReaderLives, shared::kMostReaders); }
   std::size_t readers() const;
   // An open file of its own over the shared file, for another process.
   Descriptor open_for_reader(const char* operation) const;
@@ -93,9 +92,7 @@ class SharedRange {
 // A pool's.
 class SharedRanges {
  public:
-  // `when_kept` asks for a call of collect() before long.
-  SharedRanges(Driver& driver, PageStore& store, std::function<void()> when_kept)
-      : driver_(driver), store_(store), when_kept_(std::move(when_kept)) {}
+  SharedRanges(Driver& driver, PageStore& store) : driver_(driver), store_(store) {}
   SharedRanges& operator=(SharedRanges&&) = delete;
 
   // A range of `pages` pages with `words` words. `backed`: as it was reserved. Throws
@@ -105,8 +102,8 @@ class SharedRanges {
   // Which memory the pages lie in; the same for all ranges.
   FileId memory() const VT_LOCKED { return memory_; }
   // Before the lock is let go: readers see what has changed, and pages that none of them reads are
-  // dropped.
-  void publish() noexcept VT_LOCKED;
+  // dropped. True if some were kept since the last time, for which collect() is to be called soon.
+  bool publish() noexcept VT_LOCKED;
   // Drops pages that no reader can read any more. False if none is left.
   bool collect() noexcept VT_LOCKED;
   // Pages that are in use only because a reader may read them, or a page table has them too.
@@ -119,7 +116,6 @@ class SharedRanges {
 
   Driver& driver_;
   PageStore& store_;
-  const std::function<void()> when_kept_;
   FileId memory_ VT_GUARDED;  // zeros until a range is shared; of a device, that range's file
   std::vector<std::shared_ptr<SharedRange>> all_ VT_GUARDED;
   std::vector<SharedRange*> changing_ VT_GUARDED;
