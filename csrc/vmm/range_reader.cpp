@@ -257,12 +257,13 @@ RangeReaders::RangeReaders(std::span<const Descriptor> files, Descriptor memory,
   std::vector<shared::Facts> facts;
   for (const Descriptor& file : files) {
     facts.push_back(RangeReader::checked(file, std::exchange(words, 0)));
+    const shared::Facts &first = facts.front(), &one = facts.back();
+    if (one.memory != first.memory || one.exports != first.exports ||
+        one.page_size != first.page_size)
+      refuse_received("its ranges are not of one pool");
   }
   if (facts.empty()) refuse_received("it has no range");
   memory_ = std::make_unique<WriterMemory>(std::move(memory), facts.front(), cuda);
-  for (const shared::Facts& one : facts) {
-    if (!memory_->has(one)) refuse_received("its ranges are not of one pool");
-  }
   ranges_.reserve(files.size());
   for (std::size_t i = 0; i < files.size(); ++i)
     ranges_.emplace_back(new RangeReader(files[i], facts[i], *memory_));

@@ -67,11 +67,6 @@ WriterMemory::WriterMemory(Descriptor descriptor, const shared::Facts& facts, Cu
   if (exports_ != ExportKind::file) socket_ = std::make_unique<PageSocket>(descriptor.take());
 }
 
-bool WriterMemory::has(const shared::Facts& facts) const {
-  return facts.memory == memory_ && facts.exports == exports_ &&
-         facts.page_size == driver_->traits().page_size;
-}
-
 void WriterMemory::await_own_work() {
   for (const FencePtr& fence : work_.fences()) {
     if (!wait_for(*driver_, fence, kPatience))

@@ -27,8 +27,6 @@ class WriterMemory {
   WriterMemory(Descriptor descriptor, const shared::Facts& facts, CudaOptions cuda);
 
   Driver& driver() const { return *driver_; }
-  // Whether the pages of a range with these facts lie in it.
-  bool has(const shared::Facts& facts) const;
   // Of everything that is mapped: nothing is written.
   Access access() const {
     return exports_ == ExportKind::file ? Access::writable : Access::copy_on_write;
