@@ -27,7 +27,7 @@ struct PageSender::Sockets {
   SharedFile waker;  // an eventfd
   std::mutex mutex;
   bool stopping = false;                             // guarded, as all below
-  std::vector<std::unique_ptr<PageSocket>> arrived;  // not yet the thread's
+  std::vector<std::unique_ptr<SharedFile>> arrived;  // not yet the thread's
 
   void wake() const noexcept {
     const std::uint64_t one = 1;
@@ -61,7 +61,10 @@ PageSender::~PageSender() {
 
 Descriptor PageSender::connect(const char* operation, PagePool& pool) {
   Descriptor reader(-1);
-  auto socket = std::make_unique<PageSocket>(pool.driver().meter(), operation, reader);
+  auto socket = std::make_unique<SharedFile>();
+  make_call(pool.driver().meter(), operation, Call::socketpair, EMFILE, "a socket for a reader",
+            "raise the limit on descriptors (ulimit -n), or close files",
+            [&] { return socket->make_socket(reader); });
   {
     const std::lock_guard lock(sockets_->mutex);
     sockets_->arrived.push_back(std::move(socket));
@@ -71,9 +74,9 @@ Descriptor PageSender::connect(const char* operation, PagePool& pool) {
 }
 
 // Answers what the reader asks. False if the socket is of no more use.
-bool PageSender::serve(PageSocket& socket, const std::weak_ptr<PagePool>& weak) {
+bool PageSender::serve(const SharedFile& socket, const std::weak_ptr<PagePool>& weak) {
   bool ended = false;
-  const std::optional<PageMessage> asked = socket.receive(ended);
+  const std::optional<PageMessage> asked = PageMessage::receive(socket, ended);
   if (!asked) return !ended;
   const std::shared_ptr<PagePool> pool = weak.lock();
   if (!pool) return false;
@@ -84,15 +87,15 @@ bool PageSender::serve(PageSocket& socket, const std::weak_ptr<PagePool>& weak) 
   } catch (const std::exception& refusal) {
     answer.refuse(refusal.what());
   }
-  const int error = socket.send(answer);
+  const int error = answer.send(socket);
   if (error == 0 || answer.pages.empty()) return error == 0;
   answer.refuse("the system does not send the descriptors (" + errno_name(error) +
                 "): raise the limit on them (ulimit -n) in the writer, and sync again");
-  return socket.send(answer) == 0;
+  return answer.send(socket) == 0;
 }
 
 void PageSender::run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<Sockets>& sockets) {
-  std::vector<std::unique_ptr<PageSocket>> all;
+  std::vector<std::unique_ptr<SharedFile>> all;
   std::vector<pollfd> polled;
   for (;;) {
     try {

@@ -10,7 +10,7 @@
 namespace vtensor {
 
 class PagePool;
-class PageSocket;
+class SharedFile;
 
 class PageSender {
  public:
@@ -26,7 +26,7 @@ class PageSender {
 
  private:
   struct Sockets;
-  static bool serve(PageSocket& socket, const std::weak_ptr<PagePool>& pool);
+  static bool serve(const SharedFile& socket, const std::weak_ptr<PagePool>& pool);
   static void run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<Sockets>& sockets);
 
   std::shared_ptr<Sockets> sockets_;  // the thread's too, which may outlive this

@@ -5,8 +5,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/system_errors.h"
-
 namespace vtensor {
 
 namespace {
@@ -37,40 +35,33 @@ void PageMessage::refuse(std::string_view why) noexcept {
   why.copy(content.refusal.data(), content.refusal.size() - 1);
 }
 
-PageSocket::PageSocket(CallMeter& meter, const char* operation, Descriptor& other) {
-  make_call(meter, operation, Call::socketpair, EMFILE, "a socket for a reader",
-            "raise the limit on descriptors (ulimit -n), or close files",
-            [&] { return file_.make_socket(other); });
-}
-
-int PageSocket::send(PageMessage& message) {
-  iovec part{.iov_base = &message.content, .iov_len = sizeof message.content};
+int PageMessage::send(const SharedFile& socket) {
+  iovec part{.iov_base = &content, .iov_len = sizeof content};
   msghdr sent{};
   sent.msg_iov = &part;
   sent.msg_iovlen = 1;
   alignas(cmsghdr) std::array<std::byte, kMostControl> control{};
-  if (message.content.kind == ExportKind::fabric) {
-    for (std::size_t i = 0; i < message.pages.size(); ++i)
-      message.content.fabrics[i] = message.pages[i].fabric;
-  } else if (const std::size_t size = message.pages.size() * sizeof(int)) {
+  if (content.kind == ExportKind::fabric) {
+    for (std::size_t i = 0; i < pages.size(); ++i) content.fabrics[i] = pages[i].fabric;
+  } else if (const std::size_t size = pages.size() * sizeof(int)) {
     sent.msg_control = control.data();
     sent.msg_controllen = CMSG_SPACE(size);
     cmsghdr* const rights = CMSG_FIRSTHDR(&sent);
     rights->cmsg_level = SOL_SOCKET;
     rights->cmsg_type = SCM_RIGHTS;
     rights->cmsg_len = CMSG_LEN(size);
-    for (std::size_t i = 0; i < message.pages.size(); ++i) {
-      const int descriptor = message.pages[i].descriptor.get();
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      const int descriptor = pages[i].descriptor.get();
       std::memcpy(CMSG_DATA(rights) + i * sizeof(int), &descriptor, sizeof descriptor);
     }
   }
-  return sendmsg(descriptor(), &sent, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 ? 0 : errno;
+  return sendmsg(socket.descriptor(), &sent, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 ? 0 : errno;
 }
 
-std::optional<PageMessage> PageSocket::receive(bool& ended) {
+std::optional<PageMessage> PageMessage::receive(const SharedFile& socket, bool& ended) {
   PageMessage message;
-  PageMessage::Content& content = message.content;
-  message.pages.reserve(PageMessage::kMost);  // no descriptor is lost for lack of memory
+  Content& content = message.content;
+  message.pages.reserve(kMost);  // no descriptor is lost for lack of memory
   alignas(cmsghdr) std::array<std::byte, kMostControl> control;
   iovec part{.iov_base = &content, .iov_len = sizeof content};
   msghdr got{};
@@ -78,11 +69,11 @@ std::optional<PageMessage> PageSocket::receive(bool& ended) {
   got.msg_iovlen = 1;
   got.msg_control = control.data();
   got.msg_controllen = control.size();
-  const ssize_t size = recvmsg(descriptor(), &got, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  const ssize_t size = recvmsg(socket.descriptor(), &got, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (size < 0 && (errno == EAGAIN || errno == EINTR)) return std::nullopt;
   if (size >= 0) take_descriptors(got, message.pages);  // an empty message may have some too
-  ended = size != sizeof content || (got.msg_flags & MSG_TRUNC) != 0 ||
-          content.count > PageMessage::kMost || content.refusal.back() != 0;
+  ended = size != sizeof content || (got.msg_flags & MSG_TRUNC) != 0 || content.count > kMost ||
+          content.refusal.back() != 0;
   if (ended) return std::nullopt;
   if ((got.msg_flags & MSG_CTRUNC) != 0) {
     message.refuse("this process may open no more descriptors: raise the limit (ulimit -n)");

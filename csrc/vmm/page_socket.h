@@ -9,8 +9,6 @@
 #include <string_view>
 #include <vector>
 
-#include "base/calls.h"
-#include "base/descriptor.h"
 #include "driver/driver.h"
 #include "vmm/shared_file.h"
 
@@ -35,24 +33,11 @@ struct PageMessage {
 
   // Says why there are no pages.
   void refuse(std::string_view why) noexcept;
-};
-
-class PageSocket {
- public:
-  // Owns `descriptor`.
-  explicit PageSocket(int descriptor) { file_.take(descriptor); }
-  // One end of a new socket; the other one is `other`. Throws DriverError.
-  PageSocket(CallMeter& meter, const char* operation, Descriptor& other);
-
-  int descriptor() const { return file_.descriptor(); }
   // 0, or what the system refuses it with: EPIPE or ECONNRESET if the other end is gone.
-  int send(PageMessage& message);
+  int send(const SharedFile& socket);
   // The next message. None if there is none yet, or `ended` if none comes any more: the other end
   // is gone, or sent what is no message.
-  std::optional<PageMessage> receive(bool& ended);
-
- private:
-  SharedFile file_;
+  static std::optional<PageMessage> receive(const SharedFile& socket, bool& ended);
 };
 
 }  // namespace vtensor

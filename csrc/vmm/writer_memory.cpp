@@ -64,7 +64,7 @@ WriterMemory::WriterMemory(Descriptor descriptor, const shared::Facts& facts, Cu
       file_pages_(size_of(descriptor) / facts.page_size),
       driver_(make_driver(descriptor, facts, std::move(cuda))),
       work_(*driver_) {
-  if (exports_ != ExportKind::file) socket_ = std::make_unique<PageSocket>(descriptor.take());
+  if (exports_ != ExportKind::file) socket_.take(descriptor.take());
 }
 
 void WriterMemory::await_own_work() {
@@ -118,14 +118,14 @@ PageMessage WriterMemory::ask(std::span<const Handle> theirs) {
   question.content.count = static_cast<std::uint32_t>(theirs.size());
   std::ranges::copy(theirs, question.content.handles.begin());
   const bool injected = driver_->meter().enter(Call::sendmsg);
-  if (const int error = injected ? ENOBUFS : socket_->send(question)) {
+  if (const int error = injected ? ENOBUFS : question.send(socket_)) {
     if (error == EPIPE || error == ECONNRESET) throw ended();
     throw refused(kOperation, Call::sendmsg, error, "a question to the writer", "try again");
   }
   const auto until = steady_clock::now() + kPatience;
   for (;;) {
     bool gone = false;
-    std::optional<PageMessage> answer = socket_->receive(gone);
+    std::optional<PageMessage> answer = PageMessage::receive(socket_, gone);
     if (gone) throw ended();
     if (answer && answer->content.number == asked_) {
       if (answer->content.refusal.front() != 0) {
@@ -142,7 +142,7 @@ PageMessage WriterMemory::ask(std::span<const Handle> theirs) {
                      "the writer has not answered: its process is stopped, or a kernel does not "
                      "end");
     }
-    pollfd polled{.fd = socket_->descriptor(), .events = POLLIN, .revents = 0};
+    pollfd polled{.fd = socket_.descriptor(), .events = POLLIN, .revents = 0};
     poll(&polled, 1, 50);
   }
 }

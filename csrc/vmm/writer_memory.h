@@ -15,6 +15,7 @@
 #include "driver/driver.h"
 #include "vmm/page_socket.h"
 #include "vmm/pending_work.h"
+#include "vmm/shared_file.h"
 #include "vmm/shared_layout.h"
 
 namespace vtensor {
@@ -82,8 +83,8 @@ class WriterMemory {
   const ExportKind exports_;
   const FileId memory_;
   std::uint64_t file_pages_ = 0;
-  std::unique_ptr<PageSocket> socket_;  // to the writer; null if its memory is a file
-  std::uint64_t asked_ = 0;             // the number of the last question
+  SharedFile socket_;        // to the writer, unless its memory is a file
+  std::uint64_t asked_ = 0;  // the number of the last question
   std::unique_ptr<Driver> driver_;
   std::exception_ptr broken_;
   PendingWork work_;

@@ -444,9 +444,9 @@ TEST_CASE("ranges that are gone leave no descriptor, also if they never had a pa
 }
 
 TEST_CASE("descriptors that come with an empty message are closed") {
-  CallMeter meter;
   Descriptor other(-1);
-  PageSocket socket(meter, "test", other);
+  SharedFile socket;
+  REQUIRE(socket.make_socket(other));
   const std::ptrdiff_t before = descriptors();
   msghdr sent{};
   alignas(cmsghdr) std::array<std::byte, CMSG_SPACE(sizeof(int))> control{};
@@ -460,7 +460,7 @@ TEST_CASE("descriptors that come with an empty message are closed") {
   std::memcpy(CMSG_DATA(rights), &descriptor, sizeof descriptor);
   REQUIRE(sendmsg(other.get(), &sent, 0) == 0);
   bool ended = false;
-  CHECK(!socket.receive(ended));
+  CHECK(!PageMessage::receive(socket, ended));
   CHECK(ended);
   CHECK(descriptors() == before);
 }
