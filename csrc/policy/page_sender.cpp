@@ -40,7 +40,7 @@ PageSender::PageSender(const char* operation, const std::shared_ptr<PagePool>& p
   make_call(pool->driver().meter(), operation, Call::eventfd, EMFILE,
             "an eventfd for the thread that answers readers",
             "raise the limit on descriptors (ulimit -n), or close files", [&] {
-              sockets_->waker.take(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+              sockets_->waker.take(Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)));
               return sockets_->waker.descriptor() >= 0;
             });
   thread_ = start_thread("vtensor-sender", ThreadRole::caller,

@@ -31,7 +31,7 @@ bool open_unnamed(SharedFile& file, const std::string& folder) {
   if (file.open(folder, O_TMPFILE | O_RDWR)) return true;
   if (errno != EOPNOTSUPP && errno != EISDIR) return false;
   std::string name = folder + "/vtensor-XXXXXX";
-  file.take(mkostemp(name.data(), O_CLOEXEC));
+  file.take(Descriptor(mkostemp(name.data(), O_CLOEXEC)));
   return file.descriptor() >= 0 && unlink(name.c_str()) == 0;
 }
 

@@ -58,7 +58,7 @@ SharedFile::~SharedFile() {
   const std::lock_guard no_fork(registry_mutex());
   std::erase(registry(), this);
   if (at_ != nullptr) munmap(at_, bytes_);
-  if (descriptor_ >= 0) close(descriptor_);
+  descriptor_ = Descriptor(-1);  // no fork before it is closed
 }
 
 [[maybe_unused]] const int SharedFile::refused =
@@ -66,8 +66,7 @@ SharedFile::~SharedFile() {
 
 void SharedFile::leave_in_child() {
   for (SharedFile* file : registry()) {
-    if (file->descriptor_ >= 0) close(file->descriptor_);
-    file->descriptor_ = -1;
+    file->descriptor_ = Descriptor(-1);
     file->at_ = nullptr;
   }
   unlock_registry();
@@ -75,34 +74,34 @@ void SharedFile::leave_in_child() {
 
 bool SharedFile::open(const std::string& path, int flags) {
   const std::lock_guard no_fork(registry_mutex());
-  descriptor_ = ::open(path.c_str(), flags | O_CLOEXEC, S_IRUSR | S_IWUSR);
-  return descriptor_ >= 0;
+  descriptor_ = Descriptor(::open(path.c_str(), flags | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  return descriptor() >= 0;
 }
 
 bool SharedFile::make(const char* name, std::size_t bytes) {
   const std::lock_guard no_fork(registry_mutex());
-  descriptor_ = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  return descriptor_ >= 0 && ftruncate(descriptor_, static_cast<off_t>(bytes)) == 0 &&
-         fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0;
+  descriptor_ = Descriptor(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  return descriptor() >= 0 && ftruncate(descriptor(), static_cast<off_t>(bytes)) == 0 &&
+         fcntl(descriptor(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0;
 }
 
 bool SharedFile::make_socket(Descriptor& other) {
   const std::lock_guard no_fork(registry_mutex());
   std::array<int, 2> ends{-1, -1};
   if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()) != 0) return false;
-  descriptor_ = ends[0];
+  descriptor_ = Descriptor(ends[0]);
   other = Descriptor(ends[1]);
   return true;
 }
 
-void SharedFile::take(int descriptor) {
+void SharedFile::take(Descriptor descriptor) {
   const std::lock_guard no_fork(registry_mutex());
-  descriptor_ = descriptor;
+  descriptor_ = std::move(descriptor);
 }
 
 bool SharedFile::map(std::size_t bytes, std::size_t writable) {
   const std::lock_guard no_fork(registry_mutex());
-  void* const at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor_, 0);
+  void* const at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor(), 0);
   if (at == MAP_FAILED) return false;
   at_ = static_cast<std::byte*>(at);
   bytes_ = bytes;
@@ -113,17 +112,17 @@ bool SharedFile::map(std::size_t bytes, std::size_t writable) {
 int SharedFile::try_lock(CallMeter* meter, off_t byte) const {
   if (meter != nullptr && meter->enter(Call::fcntl)) return ENOLCK;
   flock lock = lock_of(F_WRLCK, byte, 1);
-  return fcntl(descriptor_, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
+  return fcntl(descriptor(), F_OFD_SETLK, &lock) == 0 ? 0 : errno;
 }
 
 void SharedFile::unlock(off_t byte) const noexcept {
   flock lock = lock_of(F_UNLCK, byte, 1);
-  static_cast<void>(fcntl(descriptor_, F_OFD_SETLK, &lock));  // of what we hold: never refused
+  static_cast<void>(fcntl(descriptor(), F_OFD_SETLK, &lock));  // of what we hold: never refused
 }
 
 bool SharedFile::is_locked(off_t first, off_t bytes) const {
   flock lock = lock_of(F_WRLCK, first, bytes);
-  return fcntl(descriptor_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+  return fcntl(descriptor(), F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 }  // namespace vtensor

@@ -36,11 +36,11 @@ class SharedFile {
   // Makes one end of a socket of packets; the other one is `other`.
   bool make_socket(Descriptor& other);
   // Owns `descriptor` from now on.
-  void take(int descriptor);
+  void take(Descriptor descriptor);
   // Maps the first `bytes`, of which the caller may write the first `writable`.
   bool map(std::size_t bytes, std::size_t writable);
 
-  int descriptor() const { return descriptor_; }
+  int descriptor() const { return descriptor_.get(); }
   std::byte* at() const { return at_; }
   std::size_t bytes() const { return bytes_; }  // mapped
 
@@ -55,7 +55,7 @@ class SharedFile {
   static void leave_in_child();
   static const int refused;  // handlers of fork(2): 0, or an error
 
-  int descriptor_ = -1;
+  Descriptor descriptor_{-1};
   std::byte* at_ = nullptr;
   std::size_t bytes_ = 0;
 };

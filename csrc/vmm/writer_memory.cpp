@@ -64,7 +64,7 @@ WriterMemory::WriterMemory(Descriptor descriptor, const shared::Facts& facts, Cu
       file_pages_(size_of(descriptor) / facts.page_size),
       driver_(make_driver(descriptor, facts, std::move(cuda))),
       work_(*driver_) {
-  if (exports_ != ExportKind::file) socket_.take(descriptor.take());
+  if (exports_ != ExportKind::file) socket_.take(std::move(descriptor));
 }
 
 void WriterMemory::await_own_work() {

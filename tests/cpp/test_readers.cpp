@@ -404,7 +404,7 @@ TEST_CASE("what a closed range shows stays while a reader lives") {  // I7
   writer->grow(16);
   const std::size_t pages = pool->counts().used;
   SharedFile range;
-  range.take(writer->open_range().take());
+  range.take(writer->open_range());
   REQUIRE(range.map(shared::Sizes::kWords, shared::Sizes::kWords));
   const shared::Parts parts{range.at(), {}};
   {
