@@ -61,7 +61,7 @@ std::size_t PageTable::count_mapped(Interval indices) const {
 std::size_t PageTable::count_sole(Interval indices) const {
   std::size_t pages = 0;
   for (std::size_t row = 0; row < rows_; ++row) {
-    walk(row, indices, false, [&pages](std::size_t, Entry entry) {
+    walk(row, indices, [&pages](std::size_t, Entry entry) {
       pages += entry.page() != nullptr && entry.page()->references == 1;
       return true;
     });

@@ -175,26 +175,20 @@ class PageTable {
   template <typename Kind, typename Visit>
   void each_run(std::size_t row, Interval indices, Kind kind, Visit visit) const VT_LOCKED {
     indices.end = std::min(indices.end, reserved());
-    std::size_t begin = indices.begin, index = begin;
-    const auto of_gap = kind(Entry{});
-    auto of_run = of_gap;
-    const auto begin_run = [&](auto of_next) VT_LOCKED {
-      if (begin < index && of_run != 0) visit(Run{row, {begin, index}}, of_run);
-      begin = index;
-      of_run = of_next;
+    std::size_t begin = indices.begin;
+    auto of_run = kind(Entry{});
+    const auto end_run = [&](std::size_t end) VT_LOCKED {
+      if (begin < end && of_run != 0) visit(Run{row, {begin, end}}, of_run);
+      begin = end;
     };
-    while (index < indices.end) {
-      const std::span<const Entry> some = entries_.together(place(row, index));
-      if (some.empty()) {
-        if (of_run != of_gap) begin_run(of_gap);
-        index = std::min(next(row, index), indices.end);
-      }
-      for (std::size_t i = 0; i < some.size() && index < indices.end; i += rows_, ++index) {
-        const auto of_entry = kind(some[i]);
-        if (of_entry != of_run) begin_run(of_entry);
-      }
-    }
-    begin_run(of_gap);
+    walk(row, indices, [&](std::size_t index, Entry entry) VT_LOCKED {
+      const auto of_entry = kind(entry);
+      if (of_entry == of_run) return true;
+      end_run(index);
+      of_run = of_entry;
+      return true;
+    });
+    end_run(indices.end);
   }
   // Adds maximal runs in `indices` of `row` whose entries are `wanted` and have one state.
   template <typename Wanted>
@@ -218,7 +212,7 @@ class PageTable {
   std::size_t first_not(Interval indices, Wanted wanted) const VT_LOCKED {
     std::size_t end = std::max(indices.begin, std::min(indices.end, reserved()));
     for (std::size_t row = 0; row < rows_; ++row) {
-      walk(row, {indices.begin, end}, true, [&](std::size_t index, Entry entry) VT_LOCKED {
+      walk(row, {indices.begin, end}, [&](std::size_t index, Entry entry) VT_LOCKED {
         if (wanted(entry)) return true;
         end = index;
         return false;
@@ -230,7 +224,7 @@ class PageTable {
   template <typename Visit>
   void for_each(Visit visit) const VT_LOCKED {
     for (std::size_t row = 0; row < rows_; ++row) {
-      walk(row, {0, reserved()}, false, [&](std::size_t index, Entry entry) VT_LOCKED {
+      walk(row, {0, reserved()}, [&](std::size_t index, Entry entry) VT_LOCKED {
         visit(entry, row, index);
         return true;
       });
@@ -239,7 +233,7 @@ class PageTable {
   // Calls visit(page) for the pages of the run, in order. Requires: it has pages.
   template <typename Visit>
   void each_page(const Run& run, Visit visit) const VT_LOCKED {
-    walk(run.row, run.indices, false, [&visit](std::size_t, Entry entry) VT_LOCKED {
+    walk(run.row, run.indices, [&visit](std::size_t, Entry entry) VT_LOCKED {
       visit(entry.page());
       return true;
     });
@@ -306,15 +300,15 @@ class PageTable {
 
   // The rows of an index lie together, since most changes are of all rows.
   std::size_t place(std::size_t row, std::size_t index) const { return index * rows_ + row; }
-  // Calls visit(index, entry) in order until it returns false. Leaves out indices without entries
-  // unless `empty_too`.
+  // Calls visit(index, entry) in order until it returns false. Of indices without entries it visits
+  // the first of each gap alone.
   template <typename Visit>
-  void walk(std::size_t row, Interval indices, bool empty_too, Visit visit) const VT_LOCKED {
+  void walk(std::size_t row, Interval indices, Visit visit) const VT_LOCKED {
     for (std::size_t index = indices.begin; index < indices.end;) {
       const std::span<const Entry> some = entries_.together(place(row, index));
       if (some.empty()) {
-        if (empty_too && !visit(index, Entry{})) return;
-        index = empty_too ? index + 1 : next(row, index);
+        if (!visit(index, Entry{})) return;
+        index = next(row, index);
       }
       for (std::size_t i = 0; i < some.size() && index < indices.end; i += rows_, ++index) {
         if (!visit(index, some[i])) return;
