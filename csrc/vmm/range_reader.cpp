@@ -151,19 +151,17 @@ void RangeReader::copy_table(Table& table) {
   });
 }
 
-RangeReader::Diff RangeReader::diff(const Table& table) const {
-  Diff diff;
+void RangeReader::compare(Table& table) const {
   for (const auto& [block, entries] : table.blocks) {
     for (std::size_t i = 0, n = block * shared::kBlock; i < entries.size(); ++i, ++n) {
       const Entry now = entries_[n], then = entries[i];
       if (then == now) continue;
-      std::vector<Run>& runs = now == 0 ? diff.fresh : then == 0 ? diff.gone : diff.other;
+      std::vector<Run>& runs = now == 0 ? table.fresh : then == 0 ? table.gone : table.other;
       if (runs.empty() || n != runs.back().first + runs.back().entries.size())
         runs.push_back({n, {}});
       runs.back().entries.push_back(then);
     }
   }
-  return diff;
 }
 
 // The mappings of a run have just changed.
@@ -184,10 +182,10 @@ std::vector<Handle> RangeReader::ours(const Run& run) const {
   return handles;
 }
 
-void RangeReader::map_fresh(std::span<const Run> fresh) {
+void RangeReader::map_fresh(const Table& table) {
   std::vector<std::vector<Handle>> handles;  // which the runs refer to
   std::vector<PageRun> runs;
-  for (const Run& run : fresh) {
+  for (const Run& run : table.fresh) {
     entries_.reserve(run.first, run.first + run.entries.size());
     runs.push_back({at(run.first), handles.emplace_back(ours(run))});
   }
@@ -196,26 +194,22 @@ void RangeReader::map_fresh(std::span<const Run> fresh) {
   try {
     memory_.driver().map(runs, memory_.access(), mapped);
   } catch (...) {
-    unmap_first(runs, mapped);  // perhaps they are without access
+    try {
+      for (const PageRun& run : runs) {  // perhaps they are without access
+        const std::size_t n = std::min(mapped, run.handles.size());
+        if (n != 0) memory_.driver().unmap(run.at, n);
+        mapped -= n;
+      }
+    } catch (...) {
+      memory_.break_down(std::current_exception());
+    }
     throw;
   }
-  for (const Run& run : fresh) enter(run);
+  for (const Run& run : table.fresh) enter(run);
 }
 
-void RangeReader::unmap_first(std::span<const PageRun> runs, std::size_t pages) {
-  try {
-    for (const PageRun& run : runs) {
-      const std::size_t n = std::min(pages, run.handles.size());
-      if (n != 0) memory_.driver().unmap(run.at, n);
-      pages -= n;
-    }
-  } catch (...) {
-    memory_.break_down(std::current_exception());
-  }
-}
-
-void RangeReader::replace(std::span<const Run> other) {
-  for (const Run& run : other) {
+void RangeReader::replace_other(const Table& table) {
+  for (const Run& run : table.other) {
     std::vector<Handle> was;
     for (std::size_t i = 0; i < run.entries.size(); ++i)
       was.push_back(memory_.at(entries_[run.first + i] - 1));
@@ -229,14 +223,11 @@ void RangeReader::replace(std::span<const Run> other) {
   }
 }
 
-void RangeReader::unmap_gone(std::span<const Run> gone) {
-  for (const Run& run : gone) {
+void RangeReader::unmap_gone(const Table& table) {
+  for (const Run& run : table.gone) {
     memory_.driver().unmap(at(run.first), run.entries.size());
     enter(run);
   }
-}
-
-void RangeReader::hold(const Table& table) {
   seen_table_ = table.version;
   // The pages of older versions are mapped here no longer.
   parts_.place(place_).held.store(table.version, std::memory_order_seq_cst);
@@ -297,27 +288,23 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
   memory_->await_writer();
   WriterMemory::Fetched fetched(*memory_);
   std::vector<Handle> handles;
-  std::vector<RangeReader::Diff> diffs;
   bool replaces = false;
   for (std::size_t i = 0; i < tables.size(); ++i) {
-    const RangeReader::Diff& diff = diffs.emplace_back(ranges_[i]->diff(tables[i]));
-    for (const auto* const runs : {&diff.fresh, &diff.other}) {
+    ranges_[i]->compare(tables[i]);
+    for (const auto* const runs : {&tables[i].fresh, &tables[i].other}) {
       for (const RangeReader::Run& run : *runs)
         for (const RangeReader::Entry entry : run.entries) handles.push_back(entry - 1);
     }
-    replaces |= !diff.other.empty() || !diff.gone.empty();
+    replaces |= !tables[i].other.empty() || !tables[i].gone.empty();
   }
   memory_->fetch(std::move(handles), fetched);
-  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->map_fresh(diffs[i].fresh);
+  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->map_fresh(tables[i]);
   if (replaces) memory_->await_own_work();
-  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->replace(diffs[i].other);
+  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->replace_other(tables[i]);
   // From here on a refusal leaves pages too many, and none too few.
   first.words_ = std::move(words);
   first.seen_words_ = version;
-  for (std::size_t i = 0; i < tables.size(); ++i) {
-    ranges_[i]->unmap_gone(diffs[i].gone);
-    ranges_[i]->hold(tables[i]);
-  }
+  for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->unmap_gone(tables[i]);
   return true;
 }
 

@@ -38,19 +38,17 @@ class RangeReader {
   // Of a page: 1 + the writer's handle; 0 if none is mapped.
   using Entry = std::uint64_t;
   static constexpr std::chrono::milliseconds kLook{50};
-  // What has changed in the writer's table.
-  struct Table {
-    std::uint64_t version = 0;
-    std::map<std::size_t, std::array<Entry, shared::kBlock>> blocks;  // the entries of each
-  };
   // Neighbouring pages, and their new entries.
   struct Run {
     std::size_t first;
     std::vector<Entry> entries;
   };
-  // What a table changes: pages where there are none, other pages, no pages.
-  struct Diff {
-    std::vector<Run> fresh, other, gone;
+  // What has changed in the writer's table.
+  struct Table {
+    std::uint64_t version = 0;
+    std::map<std::size_t, std::array<Entry, shared::kBlock>> blocks;  // the entries of each
+    // What changes here: pages where there are none, other pages, no pages.
+    std::vector<Run> fresh = {}, other = {}, gone = {};
   };
 
   // What the file begins with. Throws InvalidArgument if it is no shared range with `words` words.
@@ -67,15 +65,13 @@ class RangeReader {
   void take_place();
   void require_open(bool look);
   void copy_table(Table& table);
-  Diff diff(const Table& table) const;
+  void compare(Table& table) const;
   void enter(const Run& run) noexcept;
   std::vector<Handle> ours(const Run& run) const;
-  // Steps towards a table; then it is held.
-  void map_fresh(std::span<const Run> fresh);
-  void unmap_first(std::span<const PageRun> runs, std::size_t pages);
-  void replace(std::span<const Run> other);
-  void unmap_gone(std::span<const Run> gone);
-  void hold(const Table& table);
+  // Steps towards a table; with the last one it is held.
+  void map_fresh(const Table& table);
+  void replace_other(const Table& table);
+  void unmap_gone(const Table& table);
   // Unmaps all and frees the addresses.
   void end();
   Address at(std::size_t n) const { return base_ + n * memory_.driver().traits().page_size; }
