@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <limits>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -364,13 +363,12 @@ bool Client::settle(PoolLock* lock) noexcept {
   }
   Settled settled = Settled::some;
   while (settled == Settled::some)
-    settled = settle_some(lock, std::numeric_limits<std::size_t>::max(), std::nullopt);
+    settled = settle_some(lock, SIZE_MAX, std::chrono::steady_clock::time_point::max());
   return settled == Settled::done;
 }
 
-Client::Settled Client::settle_some(
-    PoolLock* lock, std::size_t pages,
-    std::optional<std::chrono::steady_clock::time_point> until) noexcept {
+Client::Settled Client::settle_some(PoolLock* lock, std::size_t pages,
+                                    std::chrono::steady_clock::time_point until) noexcept {
   Reservation::Departure departure;
   const Settled claim = claim_back(departure, pages);
   if (claim != Settled::some) return claim;

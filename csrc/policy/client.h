@@ -116,8 +116,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // One step of that, of about `pages` pages, in which no driver call begins after `until`.
   enum class Settled : std::uint8_t { some, waits, refused, done };
   Settled settle_some(PoolLock* lock, std::size_t pages,
-                      std::optional<std::chrono::steady_clock::time_point> until) noexcept
-      VT_LOCKED;
+                      std::chrono::steady_clock::time_point until) noexcept VT_LOCKED;
   // Why its pages stay: a refused fence or unmapping, until it is tried again.
   const std::exception_ptr& refusal() const VT_LOCKED { return refusal_; }
   // Pages that wait to be unmapped; 0 if their unmapping was refused.

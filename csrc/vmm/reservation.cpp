@@ -202,12 +202,11 @@ Reservation::Departure Reservation::departing(std::span<const Interval> within) 
   return departure;
 }
 
-void Reservation::carry_out(
-    Departure& departure,
-    std::optional<std::chrono::steady_clock::time_point> until) const noexcept {
+void Reservation::carry_out(Departure& departure,
+                            std::chrono::steady_clock::time_point until) const noexcept {
   try {
     while (departure.done < departure.awake) {
-      if (until && departure.done != 0 && std::chrono::steady_clock::now() >= *until) return;
+      if (departure.done != 0 && std::chrono::steady_clock::now() >= until) return;
       std::size_t end = departure.done;
       const Address at = address(departure.runs[end]);
       std::size_t pages = 0;

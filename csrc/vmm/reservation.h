@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -119,8 +118,7 @@ class Reservation : public PageTable {
   // The departure of all pages that are mapped at these indices.
   Departure departing(std::span<const Interval> within) const VT_LOCKED;
   // Unmaps them. Begins no further driver call after `until`.
-  void carry_out(Departure& departure,
-                 std::optional<std::chrono::steady_clock::time_point> until) const noexcept;
+  void carry_out(Departure& departure, std::chrono::steady_clock::time_point until) const noexcept;
   void enter(const Departure& departure) VT_LOCKED;
   // Nothing is mapped any more, and all work is over.
   void end() noexcept VT_LOCKED;
