@@ -47,14 +47,14 @@ std::uint64_t measure_unix_offset() {
 
 std::uint64_t now() noexcept { return static_cast<std::uint64_t>(read_clock(CLOCK_MONOTONIC)); }
 
-void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t address,
-            std::uint64_t bytes, std::uint64_t subject, Call call) noexcept {
+void record(Event event) noexcept {
   if (!recording()) return;
   thread_local const auto thread = static_cast<std::uint32_t>(syscall(SYS_gettid));
+  event.thread = thread;
+  event.role = thread_role;
   const std::lock_guard lock(control);
-  if (running == nullptr || begin < running->start_) return;
-  running->ring_[running->count_++ % running->capacity_] = {
-      begin, end - begin, address, bytes, subject, thread, what, call, thread_role};
+  if (running == nullptr || event.begin < running->start_) return;
+  running->ring_[running->count_++ % running->capacity_] = event;
 }
 
 Recording::Recording(std::size_t capacity)

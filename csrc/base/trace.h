@@ -52,17 +52,26 @@ inline bool recording() { return on.load(std::memory_order_relaxed); }
 // Recording converts them to Unix time.
 std::uint64_t now() noexcept;
 
-// Gives one event of the calling thread to the recording, if one runs. `begin` and `end` are
-// times of now(), equal for an event without a duration. `subject` is the first address of the
-// tensor's range, 0 if there is none.
-void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t address,
-            std::uint64_t bytes, std::uint64_t subject = 0, Call call = Call::count_) noexcept;
+struct Event {
+  std::uint64_t begin;         // nanoseconds of Unix time, which torch's profiler writes too
+  std::uint64_t duration = 0;  // nanoseconds
+  std::uint64_t address;
+  std::uint64_t bytes;
+  std::uint64_t subject = 0;  // the first address of a tensor's range; 0: of no tensor
+  std::uint32_t thread = 0;   // as the kernel numbers it
+  What what;
+  Call call = Call::count_;  // which one, if `what` is driver_call
+  ThreadRole role = ThreadRole::caller;
+};
+
+// Gives one event of the calling thread, which it notes, to the recording, if one runs. `begin` is
+// a time of now().
+void record(Event event) noexcept;
 
 inline void event(What what, std::uint64_t address, std::uint64_t bytes,
                   std::uint64_t subject = 0) noexcept {
   if (!recording()) return;
-  const std::uint64_t time = now();
-  record(what, time, time, address, bytes, subject);
+  record({.begin = now(), .address = address, .bytes = bytes, .subject = subject, .what = what});
 }
 
 // An event that lasts as long as this object, whether its scope ends by a return or by a throw.
@@ -70,33 +79,21 @@ class Span {
  public:
   Span(What what, std::uint64_t address, std::uint64_t bytes, std::uint64_t subject = 0,
        Call call = Call::count_) noexcept
-      : begin_(recording() ? now() : 0),
-        address_(address),
-        bytes_(bytes),
-        subject_(subject),
-        what_(what),
-        call_(call) {}
+      : event_{.begin = recording() ? now() : 0,
+               .address = address,
+               .bytes = bytes,
+               .subject = subject,
+               .what = what,
+               .call = call} {}
   ~Span() {
-    if (begin_ != 0) record(what_, begin_, now(), address_, bytes_, subject_, call_);
+    if (event_.begin == 0) return;
+    event_.duration = now() - event_.begin;
+    record(event_);
   }
   Span& operator=(Span&&) = delete;
 
  private:
-  const std::uint64_t begin_, address_, bytes_, subject_;
-  const What what_;
-  const Call call_;
-};
-
-struct Event {
-  std::uint64_t begin;     // nanoseconds of Unix time, which torch's profiler writes too
-  std::uint64_t duration;  // nanoseconds
-  std::uint64_t address;
-  std::uint64_t bytes;
-  std::uint64_t subject;  // the first address of a tensor's range; 0: of no tensor
-  std::uint32_t thread;   // as the kernel numbers it
-  What what;
-  Call call;  // Call::count_ unless `what` is driver_call
-  ThreadRole role;
+  Event event_;
 };
 
 // The newest of the events that begin and end between its making and stop(). One runs at a time.
@@ -124,8 +121,7 @@ class Recording {
   std::uint64_t started() const { return start_ + unix_offset_; }
 
  private:
-  friend void record(What, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
-                     std::uint64_t, Call) noexcept;
+  friend void record(Event) noexcept;
 
   const std::size_t capacity_;
   Event* ring_;                // event number n is at n % capacity_

@@ -36,8 +36,8 @@ TEST_CASE("events come by time, the enclosing before the enclosed") {
     const Span outer(What::extend, 0, 1);
     const Span inner(What::map, 0, 2);
   }  // told inner first
-  record(What::zero, begin, begin + 5, 0, 3);
-  record(What::copy, begin, begin + 9, 0, 4);
+  record({.begin = begin, .duration = 5, .address = 0, .bytes = 3, .what = What::zero});
+  record({.begin = begin, .duration = 9, .address = 0, .bytes = 4, .what = What::copy});
   made.stop();
   CHECK(numbers(made.events()) == std::vector<std::uint64_t>{4, 3, 1, 2});
 }
@@ -108,7 +108,12 @@ TEST_CASE("many write and one reads, and no event is torn") {
       for (; !done; ++i) {
         const std::uint64_t word = i * kWriters + static_cast<std::uint64_t>(writer);
         const std::uint64_t begin = now();
-        record(static_cast<What>(word % 7), begin, begin + word, ~word, word, word * 3);
+        record({.begin = begin,
+                .duration = word,
+                .address = ~word,
+                .bytes = word,
+                .subject = word * 3,
+                .what = static_cast<What>(word % 7)});
       }
       told += i;
     });
