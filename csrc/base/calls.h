@@ -10,22 +10,19 @@
 
 namespace vtensor {
 
-// X(name)
-#define VTENSOR_HOST_CALLS(X)                                                  \
+// X(name), of calls of the system
+#define VTENSOR_SYSTEM_CALLS(X)                                                \
   X(memfd_create)                                                              \
   X(mmap)      /* map and remap */                                             \
   X(munmap)    /* unmap (an mmap over the page), and the freeing of a range */ \
   X(fallocate) /* FALLOC_FL_PUNCH_HOLE */                                      \
   X(madvise)   /* populate */                                                  \
   X(pwrite)    /* page copies */                                               \
-  X(pagemap)   /* search for private copies */
-
-// X(name): those that shared budgets and readers make besides mmap, fallocate and madvise.
-#define VTENSOR_SHARED_CALLS(X) \
-  X(open)                       \
-  X(fcntl) /* F_OFD_SETLK */    \
-  X(eventfd)                    \
-  X(socketpair)                 \
+  X(pagemap)   /* search for private copies */                                 \
+  X(open)      /* from here on by shared budgets and readers alone */          \
+  X(fcntl)     /* F_OFD_SETLK */                                               \
+  X(eventfd)                                                                   \
+  X(socketpair)                                                                \
   X(sendmsg)
 
 // X(documented name, symbol that libcuda exports)
@@ -77,14 +74,13 @@ namespace vtensor {
 #define VTENSOR_NAME(name, ...) #name,
 
 enum class Call : std::uint8_t {
-  VTENSOR_HOST_CALLS(VTENSOR_ENUMERATOR) VTENSOR_SHARED_CALLS(VTENSOR_ENUMERATOR)
-      VTENSOR_CUDA_CALLS(VTENSOR_ENUMERATOR) count_,
+  VTENSOR_SYSTEM_CALLS(VTENSOR_ENUMERATOR) VTENSOR_CUDA_CALLS(VTENSOR_ENUMERATOR) count_,
 };
 
 constexpr std::size_t kCallCount = static_cast<std::size_t>(Call::count_);
 
-inline constexpr std::array<std::string_view, kCallCount> kCallNames = {VTENSOR_HOST_CALLS(
-    VTENSOR_NAME) VTENSOR_SHARED_CALLS(VTENSOR_NAME) VTENSOR_CUDA_CALLS(VTENSOR_NAME)};
+inline constexpr std::array<std::string_view, kCallCount> kCallNames = {
+    VTENSOR_SYSTEM_CALLS(VTENSOR_NAME) VTENSOR_CUDA_CALLS(VTENSOR_NAME)};
 
 constexpr std::string_view name_of(Call call) { return kCallNames[static_cast<std::size_t>(call)]; }
 
