@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
@@ -94,8 +93,7 @@ class Arena(Closes, Drawn):
         self._core = ArenaCore(self._pool._open_core("Arena"), min(nbytes, _MOST_BYTES), bool(zeros))
         self.nbytes = nbytes
         """Bytes of the range."""
-        storage = cast(torch.UntypedStorage, ArenaCore.storage(self._core))
-        self._tensor: torch.Tensor | None = whole_storage(storage)
+        self._tensor: torch.Tensor | None = whole_storage(ArenaCore.storage(self._core))
         self._pool._register(self)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -106,7 +106,7 @@ class KVCache(Closes, Drawn):
         layers = size_of("num_layers", num_layers)
         require_tables("KVCache", f"num_layers {layers}", layers * _PER_LAYER)
         self._layout: CacheLayout = layout_of(
-            num_layers, num_kv_heads, head_dim, value_head_dim, layer_group, layout, windows, bands, dtype
+            layers, num_kv_heads, head_dim, value_head_dim, layer_group, layout, windows, bands, dtype
         )
         row_groups = len(self._layout.row_groups)
         require_tables(
@@ -127,13 +127,11 @@ class KVCache(Closes, Drawn):
                 for row_group in self._layout.row_groups
             ],
         )
-        self._rows = [CacheCore.row_bytes(self._core, row_group) for row_group in range(row_groups)]
         known = weakref.ref(self)  # by all views of the layers: see bind/slot_range.h
         self._bytes = [
-            whole_storage(cast(torch.UntypedStorage, CacheCore.storage(self._core, row_group, known)))
-            for row_group in range(row_groups)
+            whole_storage(CacheCore.storage(self._core, row_group, known)) for row_group in range(row_groups)
         ]
-        self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
+        self._layers = self._layout.views(self._bytes, max_batch, max_len, dtype)
         pool._register(self)
 
     # -- requests
@@ -287,8 +285,7 @@ class KVCache(Closes, Drawn):
 
     def bands_away(self, slot: int) -> list[int]:
         """Bands of a slot in use that are swapped out."""
-        away = CacheCore.away(self._core, self._slot("KVCache.bands_away", slot))
-        return [band for band, is_away in enumerate(away) if is_away]
+        return CacheCore.bands_away(self._core, self._slot("KVCache.bands_away", slot))
 
     @property
     def lengths(self) -> list[int]:
@@ -332,7 +329,7 @@ class KVCache(Closes, Drawn):
                 if v is None
                 else "[KVCache.write] v was given: the cache has no V, leave it out"
             )
-        heads_dim = 1 if self._layout.layers[layer][0].per_head else 2
+        heads_dim = 1 if self._layout.per_head else 2
         flat_k = checked_states("k", k, whole_k, heads_dim, layer)
         runs = runs_of(slots, starts, counts, len(flat_k))
         check_batch("k", k, runs)
@@ -525,11 +522,11 @@ class KVCache(Closes, Drawn):
     @property
     def num_layers(self) -> int:
         """Layers, as ``len(cache)``."""
-        return self._layout.num_layers
+        return len(self)
 
     def __len__(self) -> int:
         """Layers."""
-        return self._layout.num_layers
+        return len(self._layout.layers)
 
     @property
     def pool(self) -> Pool:
@@ -546,7 +543,7 @@ class KVCache(Closes, Drawn):
         slot = self._slot("KVCache.pages", slot)
         return [
             record
-            for row_group in range(len(self._rows))
+            for row_group in range(len(self._layout.row_groups))
             for record in CacheCore.pages(self._core, slot, row_group)
         ]
 
@@ -577,7 +574,7 @@ class KVCache(Closes, Drawn):
         else:
             state = f"{self._core.slots_used} of {self.max_batch} slots in use"
         return (
-            f"<vtensor.KVCache {self._layout.num_layers} layers, max_len {self.max_len}, {self.dtype}, "
+            f"<vtensor.KVCache {len(self)} layers, max_len {self.max_len}, {self.dtype}, "
             f"{self._pool.device}, {state}>"
         )
 

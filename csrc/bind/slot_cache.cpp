@@ -233,10 +233,6 @@ class CacheCore {
     return storage;
   }
 
-  std::size_t row_bytes(std::size_t group) {
-    return open_->read(
-        [&](const auto& cache) { return cache.buffers().range(group)->range().row_bytes(); });
-  }
   std::size_t unit() {
     return open_->read([](const auto& cache) { return cache.buffers().unit(); });
   }
@@ -254,12 +250,13 @@ class CacheCore {
     return open_->read(
         [](const SlotCache& cache) { return cache.lengths().count(SlotState::used); });
   }
-  std::vector<bool> away(std::size_t slot) {
+  Numbers bands_away(std::size_t slot) {
     return open_->read([&](const SlotCache& cache) {
-      const bool used = cache.lengths().state(slot) == SlotState::used;
-      std::vector<bool> away;
-      for (const std::size_t band : cache.lengths().or_all({}))
-        away.push_back(used && cache.lengths().is_away(slot, band));
+      const SlotLengths& lengths = cache.lengths();
+      Numbers away;
+      if (lengths.state(slot) != SlotState::used) return away;
+      for (const std::size_t band : lengths.or_all({}))
+        if (lengths.is_away(slot, band)) away.push_back(band);
       return away;
     });
   }
@@ -406,9 +403,8 @@ void bind_slot_cache(nb::module_& module) {
       .def("await_arrivals", &CacheCore::await_arrivals)
       .def("open_for_readers", &CacheCore::open_for_readers)
       .def("storage", &CacheCore::storage, "row_group"_a, "cache"_a)
-      .def("row_bytes", &CacheCore::row_bytes)
       .def("length", &CacheCore::length, "slot"_a, "band"_a = nb::none())
-      .def("away", &CacheCore::away)
+      .def("bands_away", &CacheCore::bands_away)
       .def("counts", &CacheCore::counts)
       .def("pages", &CacheCore::pages)
       .def("close", &CacheCore::close, no_stream)

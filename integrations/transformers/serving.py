@@ -207,7 +207,7 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
 
     def _heads_first(self, layer: int) -> list[torch.Tensor]:
         """K and V of a layer as attention takes them, [slots, heads, tokens, head_dim]."""
-        per_head = self.cache._layout.layers[0][0].per_head
+        per_head = self.cache._layout.per_head
         return [side if per_head else side.transpose(1, 2) for side in self.cache[layer] if side is not None]
 
     def _mask(self, before: int, new: int, window: int | None, query: torch.Tensor) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def empty_bytes(nbytes: int, pinned: bool) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
-def whole_storage(storage: torch.UntypedStorage) -> torch.Tensor:
+def whole_storage(storage: Any) -> torch.Tensor:
     """The bytes of ``storage``, as a tensor."""
     with without_modes():
         plain = torch.empty(0, dtype=torch.uint8, device=storage.device)

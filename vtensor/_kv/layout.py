@@ -23,7 +23,6 @@ class Place(NamedTuple):
     offset: int  # bytes into each token's item
     heads: int
     dim: int
-    per_head: bool  # whether each head is a row
 
 
 class RowContent(NamedTuple):
@@ -47,10 +46,10 @@ class RowGroup:
 
 @dataclass
 class CacheLayout:
-    num_layers: int
     row_groups: list[RowGroup]
     layers: list[tuple[Place, Place | None]]
     bands: list[range]  # their layers
+    per_head: bool  # whether each head is a row
 
     @property
     def ranges(self) -> int:
@@ -62,25 +61,21 @@ class CacheLayout:
         return max(1, page_size // max(row_group.item_bytes for row_group in self.row_groups))
 
     def views(
-        self,
-        ranges: Sequence[torch.Tensor],
-        row_bytes: Sequence[int],
-        slots: int,
-        max_len: int,
-        dtype: torch.dtype,
+        self, ranges: Sequence[torch.Tensor], slots: int, max_len: int, dtype: torch.dtype
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Each layer's K and V as strided views of ``ranges``.
 
-        ``ranges`` has the whole address range of each row group, as bytes. In it, row ``r`` of slot ``s``
-        begins at ``(r * slots + s) * row_bytes``.
+        ``ranges`` has the whole address range of each row group, as bytes. It is divided into equal parts:
+        row ``r`` of slot ``s`` is the one with the number ``r * slots + s``.
         """
 
         def view(place: Place) -> torch.Tensor:
+            row_group = self.row_groups[place.row_group]
             values = ranges[place.row_group].view(dtype)
-            slot = row_bytes[place.row_group] // dtype.itemsize
-            token = self.row_groups[place.row_group].item_bytes // dtype.itemsize
+            slot = values.numel() // (row_group.rows * slots)
+            token = row_group.item_bytes // dtype.itemsize
             first = place.row * slots * slot + place.offset // dtype.itemsize
-            if place.per_head:
+            if self.per_head:
                 sizes = (slots, place.heads, max_len, place.dim)
                 return values.as_strided(sizes, (slot, slots * slot, token, 1), first)
             sizes = (slots, max_len, place.heads, place.dim)
@@ -105,7 +100,6 @@ def layout_of(
 
     The last group of a window may be smaller. Each of the ``bands`` has neighbouring layers.
     """
-    num_layers = size_of("num_layers", num_layers)
     num_kv_heads = size_of("num_kv_heads", num_kv_heads)
     head_dim = size_of("head_dim", head_dim)
     value_dim = head_dim if value_head_dim is None else size_of("value_head_dim", value_head_dim, least=0)
@@ -142,23 +136,23 @@ def layout_of(
             f"[KVCache] each token takes {token} bytes, past the address space: ask for less"
         )
     row_groups: dict[tuple[int, int, int], int] = {}
-    result = CacheLayout(num_layers, [], [], _bands(num_layers, layer_group, bands, len(set(window_of)) > 1))
+    split = _bands(num_layers, layer_group, bands, len(set(window_of)) > 1)
+    result = CacheLayout([], [], split, per_head=layout == "HND")
     places: dict[int, tuple[Place, Place | None]] = {}
 
     def place(group: list[int], values: bool, window: int) -> list[Place]:
         dim = value_dim if values else head_dim
-        per_head = layout == "HND"
-        width = dim * item * (1 if per_head else num_kv_heads)
+        width = dim * item * (1 if result.per_head else num_kv_heads)
         band = next(number for number, layers in enumerate(result.bands) if group[0] in layers)
         key = (width * len(group), window, band)
         row_group = row_groups.setdefault(key, len(row_groups))
         if row_group == len(result.row_groups):
             result.row_groups.append(RowGroup(*key))
         row = result.row_groups[row_group].rows
-        heads = num_kv_heads if per_head else 0
+        heads = num_kv_heads if result.per_head else 0
         result.row_groups[row_group].contents.append(RowContent(group, values, heads))
         result.row_groups[row_group].rows += max(1, heads)
-        return [Place(row, row_group, i * width, num_kv_heads, dim, per_head) for i in range(len(group))]
+        return [Place(row, row_group, i * width, num_kv_heads, dim) for i in range(len(group))]
 
     for window in dict.fromkeys(window_of):
         alike = [layer for layer in range(num_layers) if window_of[layer] == window]

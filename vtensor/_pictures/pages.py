@@ -83,15 +83,19 @@ def pages_of(tensor: VTensor) -> TensorPages:
 def pages_of_cache(cache: KVCache) -> TensorPages:
     """As :func:`pages_of`, for a cache: the rows of slot 0, then those of slot 1, and so on."""
     rows: list[list[PageRun]] = []
+    groups, ranges = cache._layout.row_groups, cache._bytes
     for slot in range(cache.max_batch):
         first = len(rows)
         rows += [[] for _ in range(cache._layout.ranges)]
-        for number, group in enumerate(cache._layout.row_groups):
+        for number, group in enumerate(groups):
             for record in cache._core.pages(slot, number):
                 append(rows[first + record.row], record.state, record.index)
             first += group.rows
     page_size = cache.pool.page_size
-    return TensorPages(rows, max(cache._rows) // page_size, page_size, exact=True)
+    row_bytes = [
+        whole.numel() // (group.rows * cache.max_batch) for whole, group in zip(ranges, groups, strict=True)
+    ]
+    return TensorPages(rows, max(row_bytes) // page_size, page_size, exact=True)
 
 
 def pages_of_arena(arena: Arena, lines: int) -> TensorPages:

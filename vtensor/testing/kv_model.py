@@ -96,7 +96,7 @@ def _shown(
 
 def rows_of(cache: vtensor.KVCache, tensor: torch.Tensor, slot: int) -> torch.Tensor:
     """One slot of a layer's K or V as ``[max_len, heads, head_dim]``, in either layout."""
-    return tensor[slot].transpose(0, 1) if cache._layout.layers[0][0].per_head else tensor[slot]
+    return tensor[slot].transpose(0, 1) if cache._layout.per_head else tensor[slot]
 
 
 def expected(
