@@ -79,17 +79,15 @@ def target(sequence: TokenSequence) -> int:
     return sequence.known if sequence.group.forked else sequence.group.prompt_tokens
 
 
-def next_piece(plan: Plan, sequence: TokenSequence, start: int, token_budget: int) -> Work | None:
-    """The part of a sequence from ``start`` on that fits into the token budget beside the planned work."""
-    stop = min(target(sequence), start + token_budget - plan.tokens)
-    return Work(sequence, start, stop) if stop > start else None
-
-
-def add_piece(plan: Plan, piece: Work) -> None:
-    """Plans a piece. At the end of a prompt all its samples get a token."""
-    sequence = piece.sequence
-    if piece.stop == sequence.known:
-        followers = [sequence] if sequence.group.forked else sequence.group.live
-        plan.sampled += [(len(plan.work), follower) for follower in followers]
-    plan.work.append(piece)
-    plan.tokens += piece.stop - piece.start
+def add_piece(plan: Plan, sequence: TokenSequence, most: int) -> int:
+    """Plans the next tokens of a sequence, at most so many. Returns where they end. At the end of a prompt
+    all its samples get a token."""
+    start = sequence.computed
+    stop = min(target(sequence), start + most)
+    if stop > start:
+        if stop == sequence.known:
+            followers = [sequence] if sequence.group.forked else sequence.group.live
+            plan.sampled += [(len(plan.work), follower) for follower in followers]
+        plan.work.append(Work(sequence, start, stop))
+        plan.tokens += stop - start
+    return stop

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from vtensor._base.arguments import text
 from vtensor.errors import InvalidArgument
-from vtensor.serving._commit import Change, sets
 
 
 def token_id(operation: str, token: object) -> int:
@@ -173,10 +172,6 @@ class SampleGroup:
         self.sequences = [TokenSequence(self, i, self.prompt_tokens) for i in range(self.request.samples)]
         self.live = list(self.sequences)
         self.forked = self.request.samples == 1
-
-    def is_back(self, now: float) -> list[Change]:
-        """The changes that note a return from host memory."""
-        return sets(self, away=self.time_away(now), left_at=None)
 
     def time_away(self, now: float) -> float:
         """Seconds in host memory."""

@@ -16,10 +16,10 @@ from vtensor._base.arguments import integer, number, of_type
 from vtensor.errors import InvalidArgument
 from vtensor.serving._books import Books, by_arrival
 from vtensor.serving._commit import Change, commit, each, sets
-from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, decodes, next_piece, slot_of, target
+from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, decodes, slot_of, target
 from vtensor.serving.promises import Promises
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
-from vtensor.serving.slots import KVCacheManager, check_fits, fits_at_last, waits_for_others
+from vtensor.serving.slots import KVCacheManager, fits_at_last
 
 
 class Scheduler:
@@ -96,7 +96,6 @@ class Scheduler:
         self._refused = False  # memory was short, and no request has ended since
         self._prompts: list[SampleGroup] = []  # computed by the last iteration, to be shared before the next
         self._next = Plan()  # begins with the news of an iteration that was taken back, or interrupted
-        self._sequences = 0  # of running requests
         self._invited: SampleGroup | None = None  # others have left for it, so it takes their room
         self._moved_tokens = 0  # to host memory and back, by the iteration that is planned
 
@@ -134,7 +133,16 @@ class Scheduler:
             raise InvalidArgument(
                 f"[Scheduler.add] request {request.id!r} is there already: choose another id"
             )
-        check_fits("Scheduler.add", request, self.cache)
+        if request.prompt_tokens + request.max_new_tokens > self.cache.max_len:
+            raise InvalidArgument(
+                f"[Scheduler.add] {request.prompt_tokens} tokens and {request.max_new_tokens} new ones, of "
+                f"request {request.id!r}: the cache's max_len is {self.cache.max_len}"
+            )
+        if request.samples > self.cache.max_batch:
+            raise InvalidArgument(
+                f"[Scheduler.add] {request.samples} samples, of request {request.id!r}: the cache has "
+                f"{self.cache.max_batch} slots"
+            )
 
     def cancel(self, request_id: abc.Hashable) -> None:
         """Drops a request and frees its slots. The next plan has it in ``cancelled``.
@@ -170,7 +178,7 @@ class Scheduler:
         self._books.settle()
         self._books.settled = False
         plan = self._next
-        plan.work, plan.sampled, plan.tokens, plan.cancelled = [], [], 0, self.cancelled
+        plan.cancelled = self.cancelled
         self._invited, self._moved_tokens = None, 0
         self.waits_for_others = False
         for group in self._prompts:
@@ -197,7 +205,6 @@ class Scheduler:
                 self._books.lengths = lengths
                 self._short_since = None
                 return
-            plan.work, plan.sampled, plan.tokens = [], [], 0
             self._make_way(plan, lengths)
 
     def _plan_running(self, plan: Plan) -> list[int]:
@@ -205,13 +212,9 @@ class Scheduler:
         decoding: list[TokenSequence] = []
         tails: list[TokenSequence] = []  # prompts of several samples that lack a token
         prompts: list[TokenSequence] = []
-        more = 0
         for group in self.running:
-            live, one_left = group.live, decoding
-            if not group.forked:
-                more += len(live) - 1
-                live, one_left = live[:1], tails
-            for sequence in live:
+            one_left = decoding if group.forked else tails
+            for sequence in group.holders:
                 if sequence.known - sequence.computed == 1:
                     one_left.append(sequence)
                 else:
@@ -223,11 +226,9 @@ class Scheduler:
         plan.sampled = list(enumerate(decoding))
         plan.tokens = len(decoding)
         for sequence in tails + prompts:
-            if piece := next_piece(plan, sequence, sequence.computed, self.token_budget):
-                add_piece(plan, piece)
-                slot = slot_of(sequence)
-                lengths[slot] = max(lengths[slot], piece.stop)
-        self._sequences = len(decoding) + len(tails) + len(prompts) + more
+            stop = add_piece(plan, sequence, self.token_budget - plan.tokens)
+            slot = slot_of(sequence)
+            lengths[slot] = max(lengths[slot], stop)
         return lengths
 
     def _admit(self, plan: Plan) -> None:
@@ -268,8 +269,8 @@ class Scheduler:
 
     def _has_slots(self, group: SampleGroup) -> bool:
         """Whether there are slots for a waiting request."""
-        taken = self._sequences + sum(len(other.live) for other in self.swapped)
-        taken += sum(len(other.live) for other in self._books.announced if other is not group)
+        others = [*self.running, *self.swapped, *self._books.announced]
+        taken = sum(len(other.live) for other in others if other is not group)
         return taken + len(group.live) <= self.cache.max_batch
 
     def _let_leave(self, plan: Plan) -> None:
@@ -325,8 +326,7 @@ class Scheduler:
             self._books.withdraw(group, slot)
             return False
         self._enter(plan, group, slot, covered, sets(self._books, lengths=lengths))
-        if piece := next_piece(plan, sequence, covered, self.token_budget):
-            add_piece(plan, piece)
+        add_piece(plan, sequence, self.token_budget - plan.tokens)
         return True
 
     def _enter(self, plan: Plan, group: SampleGroup, slot: int, covered: int, changes: list[Change]) -> None:
@@ -342,7 +342,6 @@ class Scheduler:
             )
             changes += [(plan.admitted.append, group), *sets(group, admitted=True), *counts]
         self._books.note([*changes, *self._books.run(group)])
-        self._sequences += len(group.live)
 
     def _bring_back(self, plan: Plan, group: SampleGroup) -> bool:
         """Swaps a request in, with room for one more token of each sequence, or leaves it where it was."""
@@ -368,14 +367,13 @@ class Scheduler:
             [
                 (plan.swapped_in.extend, back),
                 *sets(self._books, lengths=lengths),
-                *group.is_back(self._clock()),
+                *sets(group, away=group.time_away(self._clock()), left_at=None),
                 *self._books.run(group),
             ]
         )
         self._moved_tokens += sum(sequence.computed for sequence in group.holders)
-        self._sequences += len(group.live)
         for sequence in group.holders:
-            add_piece(plan, Work(sequence, sequence.computed, sequence.computed + 1))
+            add_piece(plan, sequence, 1)
         return True
 
     # ------------------------------------------------------------------ making room
@@ -389,7 +387,8 @@ class Scheduler:
     def _may_wait(self, lengths: list[int]) -> bool:
         """Whether to try a refused step again later: other processes are in its way, and no request here."""
         self.waits_for_others = False
-        if waits_for_others(self.cache, lengths):
+        ask = getattr(self.cache, "waits_for_others", None)  # of a KVCache; others share with no process
+        if ask is not None and ask(lengths):
             now = self._clock()
             if self._short_since is None:
                 self._short_since = now

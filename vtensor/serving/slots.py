@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from vtensor.errors import InvalidArgument
 from vtensor.kv import KVCache
-from vtensor.serving.requests import Request
 
 
 class SlotStats(Protocol):
@@ -54,28 +52,7 @@ class KVCacheManager(Protocol):
     def stats(self) -> SlotStats: ...
 
 
-def waits_for_others(cache: KVCacheManager, lengths: Sequence[int]) -> bool:
-    """Whether only memory of other processes is in the way of a step, as a ``vtensor.KVCache`` of a shared
-    budget answers. Other managers share with no process."""
-    ask = getattr(cache, "waits_for_others", None)
-    return ask is not None and bool(ask(lengths))
-
-
 def fits_at_last(cache: KVCacheManager, lengths: Sequence[int]) -> bool:
     """Whether a refused step is granted once nothing is on its way out any more, as a ``vtensor.KVCache``
     answers. Other managers give memory back at once."""
     return isinstance(cache, KVCache) and cache.fits(lengths, wait=True)
-
-
-def check_fits(operation: str, request: Request, cache: KVCacheManager) -> None:
-    """Raises InvalidArgument for a request for which the cache's slots are too small or too few."""
-    if request.prompt_tokens + request.max_new_tokens > cache.max_len:
-        raise InvalidArgument(
-            f"[{operation}] {request.prompt_tokens} tokens and {request.max_new_tokens} new ones, of "
-            f"request {request.id!r}: the cache's max_len is {cache.max_len}"
-        )
-    if request.samples > cache.max_batch:
-        raise InvalidArgument(
-            f"[{operation}] {request.samples} samples, of request {request.id!r}: the cache has "
-            f"{cache.max_batch} slots"
-        )
