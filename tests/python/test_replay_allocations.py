@@ -55,6 +55,15 @@ def traces(draw: st.DrawFn) -> AllocationTrace:
     return AllocationTrace(events)
 
 
+def held_once_emptied(allocator) -> int:
+    """Has an allocator give back all free pages. Returns the bytes that it keeps for no other allocation."""
+    if isinstance(allocator, NativeAllocator):
+        allocator.release()
+        return allocator.device_bytes
+    allocator.make_room(AMPLE)
+    return allocator.device_bytes - PAGE * getattr(allocator, "_unmapped", 0)
+
+
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @given(trace=traces(), pages=st.integers(1, 120))
 def test_every_model_keeps_its_books(make, trace: AllocationTrace, pages: int) -> None:
@@ -79,8 +88,7 @@ def test_every_model_keeps_its_books(make, trace: AllocationTrace, pages: int) -
             assert allocator.device_bytes % PAGE == 0
     for address, begun in live.values():
         allocator.free(address, begun.bytes, begun.stream)
-    allocator.release()
-    assert allocator.device_bytes == 0
+    assert held_once_emptied(allocator) == 0
     if not refused:  # torch keeps a range that was reserved for what was then refused
         calls = allocator.calls
         assert calls.get("cuMemAddressReserve", 0) == calls.get("cuMemAddressFree", 0)
@@ -244,8 +252,7 @@ def test_expandable_fills_the_lowest_gap_first() -> None:
     first = expandable.allocate(20 * MIB, 0)
     expandable.allocate(20 * MIB, 0)
     expandable.free(first, 20 * MIB, 0)
-    expandable.release()
-    assert expandable.device_bytes == 20 * MIB
+    assert held_once_emptied(expandable) == 20 * MIB
     assert expandable.allocate(20 * MIB, 0) == first
 
 

@@ -170,11 +170,6 @@ class PagedModel(Model, ABC):
     def free(self, address: int, nbytes: int, stream: int, /) -> None:
         self.kind(nbytes)[0].free(address)
 
-    def release(self) -> None:
-        """Gives back all free pages, as torch.cuda.empty_cache does."""
-        for ranges in self.kinds:
-            ranges.release()
-
 
 class GrowingRanges(Pieces):
     """The ranges of one pool: one for each stream, or more if addresses run out. ``page`` is in bytes.
@@ -342,12 +337,6 @@ class StitchedAllocator(PagedModel):
         if nbytes >= PAGE and whole - nbytes <= self._most_loss * whole:
             return self._whole, whole
         return self._small if nbytes <= _SMALL_SIZE else self._large, _rounded(nbytes, _GRAIN)
-
-    def release(self) -> None:
-        super().release()
-        self.calls["cuMemRelease"] += self._unmapped
-        self.device_bytes -= self._unmapped * PAGE
-        self._unmapped = 0
 
     def map(self, page: int, pages: int) -> bool:
         fresh = max(pages - self._unmapped, 0)

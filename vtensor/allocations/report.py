@@ -40,19 +40,15 @@ class Comparison:
     trace: AllocationTrace
     needs: list[Need]
 
-    @property
-    def headline(self) -> str:
-        trace = self.trace
-        streams = f"{trace.streams} stream{'s' if trace.streams != 1 else ''}"
-        return (
-            f"{self.name}: {len(trace.events):,} events, {streams}, "
-            f"at most {byte_text(max(trace.live_bytes()))} live"
-        )
-
 
 def table(comparison: Comparison) -> str:
     """A line for each allocator: the smallest device, and the driver calls there and on one with room."""
-    needs = comparison.needs
+    trace, needs = comparison.trace, comparison.needs
+    streams = f"{trace.streams} stream{'s' if trace.streams != 1 else ''}"
+    headline = (
+        f"{comparison.name}: {len(trace.events):,} events, {streams}, "
+        f"at most {byte_text(max(trace.live_bytes()))} live"
+    )
     names = [call for call in _CALLS if any(call in need.run.calls for need in needs)]
     short = [call.removeprefix("cuMem").removeprefix("cuda") for call in names]
     lines = [["smallest device", "bytes", "of peak", *short]]
@@ -64,12 +60,12 @@ def table(comparison: Comparison) -> str:
     lines += [[f"of {ROOM:g} the peak", room, f"{ROOM:.4f}", *short]]
     lines += [[need.name, "", "", *_counts(need.with_room, names)] for need in needs]
     texts = aligned(lines)
-    texts = [comparison.headline, *texts[: len(needs) + 1], "", *texts[len(needs) + 1 :]]
+    texts = [headline, *texts[: len(needs) + 1], "", *texts[len(needs) + 1 :]]
     for need in needs:
         if (run := need.with_room) is not None and run.seconds is not None:
             texts += [
                 "",
-                f"{need.name}: {run.seconds:.2f} s of {len(comparison.trace.events):,} calls, on a device of "
+                f"{need.name}: {run.seconds:.2f} s of {len(trace.events):,} calls, on a device of "
                 f"{ROOM:g} the peak, real memory of the host",
             ]
     return "\n".join(texts)
