@@ -123,7 +123,28 @@ class Recording:
 
     def summary(self) -> str:
         """A table as text: the count, times and bytes of each kind of event and driver call."""
-        return _summary(self.events(), self.dropped)
+        groups: dict[tuple[str, str], list[Event]] = {}
+        for event in self.events():
+            groups.setdefault((event.call or event.what, event.role), []).append(event)
+        rows = [("what", "thread", "count", "total ms", "p50 us", "p99 us", "bytes")]
+        by_time = sorted(groups.items(), key=lambda group: -sum(event.duration_ns for event in group[1]))
+        for (name, role), group in by_time:
+            times = sorted(event.duration_ns for event in group)
+            rows.append(
+                (
+                    name,
+                    role,
+                    f"{len(group):,}",
+                    f"{sum(times) / 1e6:,.3f}",
+                    f"{quantile(times, 0.5) / 1e3:,.2f}",
+                    f"{quantile(times, 0.99) / 1e3:,.2f}",
+                    f"{sum(event.nbytes for event in group):,}",
+                )
+            )
+        lines = aligned(rows, left=2)
+        if self.dropped:
+            lines.append(f"{self.dropped:,} older events were dropped: record(capacity=) keeps more")
+        return "\n".join(lines)
 
     def export(
         self, path: str | os.PathLike[str], profile: str | os.PathLike[str] | Profiler | None = None
@@ -323,31 +344,3 @@ def _write(path: Path, head: dict[str, Any], records: Iterable[dict[str, Any]]) 
         for i, record in enumerate(records):
             file.write((",\n" if i else "\n") + json.dumps(record))
         file.write("\n]}\n")
-
-
-# -- the table
-
-
-def _summary(events: Iterable[Event], dropped: int) -> str:
-    groups: dict[tuple[str, str], list[Event]] = {}
-    for event in events:
-        groups.setdefault((event.call or event.what, event.role), []).append(event)
-    rows = [("what", "thread", "count", "total ms", "p50 us", "p99 us", "bytes")]
-    by_time = sorted(groups.items(), key=lambda group: -sum(event.duration_ns for event in group[1]))
-    for (name, role), group in by_time:
-        times = sorted(event.duration_ns for event in group)
-        rows.append(
-            (
-                name,
-                role,
-                f"{len(group):,}",
-                f"{sum(times) / 1e6:,.3f}",
-                f"{quantile(times, 0.5) / 1e3:,.2f}",
-                f"{quantile(times, 0.99) / 1e3:,.2f}",
-                f"{sum(event.nbytes for event in group):,}",
-            )
-        )
-    lines = aligned(rows, left=2)
-    if dropped:
-        lines.append(f"{dropped:,} older events were dropped: record(capacity=) keeps more")
-    return "\n".join(lines)
