@@ -46,8 +46,14 @@ class FullExtent:
         self._covered = self._length = -1
         self._address = owner.address
         self.cover(1)  # because a live storage keeps the range reserved
+        sizes = [owner.capacity if d == owner.grow_dim else n for d, n in enumerate(owner.shape)]
+        elements = 1 + sum((n - 1) * s for n, s in zip(sizes, owner.stride(), strict=True))
+        nbytes = elements * owner.element_size()
         with torch.inference_mode(False):  # code outside that mode could not write to it
-            self.tensor = _over(owner, self._held)
+            storage: Any = torch._C._construct_storage_from_data_pointer(owner.address, owner.device, nbytes)
+            storage.keeps = self._held
+            self.tensor = torch.empty(0, dtype=owner.dtype, device=owner.device)
+            self.tensor.set_(storage, 0, sizes, owner.stride())
 
     def cover(self, length: int, tail: int = 0) -> FullExtent:
         """Maps whole tiles of 128 positions up to ``length + tail``, or the capacity. Returns the FullExtent.
@@ -92,14 +98,3 @@ class FullExtent:
             owner.truncate(before)
         self._covered, self._length = stop, before
         return self
-
-
-def _over(owner: VTensor, keeps: torch.Tensor) -> torch.Tensor:
-    """Positions 0 to ``capacity`` of ``owner`` as a plain tensor that keeps ``keeps`` alive."""
-    sizes = [owner.capacity if d == owner.grow_dim else n for d, n in enumerate(owner.shape)]
-    elements = 1 + sum((n - 1) * s for n, s in zip(sizes, owner.stride(), strict=True))
-    nbytes = elements * owner.element_size()
-    storage: Any = torch._C._construct_storage_from_data_pointer(owner.address, owner.device, nbytes)
-    storage.keeps = keeps
-    plain = torch.empty(0, dtype=owner.dtype, device=owner.device)
-    return plain.set_(storage, 0, sizes, owner.stride())
