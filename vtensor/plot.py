@@ -285,16 +285,15 @@ def _over_time(axes: Axes, times: list[float], curves: list[_Curve], most: int, 
 def _reserved_now(events: Sequence[trace.Event]) -> int:
     """Bytes reserved for the open tensors, caches and arenas that the events name."""
     named = {event.tensor for event in events if event.tensor}
-    owners: list[Any] = [owner for pool in open_pools() for owner in pool._each_tensor()]
+    owners: list[Any] = [t for pool in open_pools() for t in pool._each_tensor() if not t.closed]
     nbytes = 0
     for owner in owners:
-        if isinstance(owner, VTensor) and not owner.closed:
+        if isinstance(owner, VTensor):
             size = owner.nbytes_reserved
             if any(at <= owner.address < at + size for at in named):
                 nbytes += size
-        elif isinstance(owner, (KVCache, Arena)) and not owner.closed:
-            ranges = owner._bytes if isinstance(owner, KVCache) else [owner.tensor]
-            for whole in ranges:
+        else:
+            for whole in owner._bytes if isinstance(owner, KVCache) else [owner.tensor]:
                 if any(0 <= at - whole.data_ptr() < whole.numel() for at in named):
                     nbytes += whole.numel()
     return nbytes
