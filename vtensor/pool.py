@@ -182,22 +182,14 @@ class Pool(Closes, Drawn):
             budget, zero, prefetch, cache, spare, device_reserve, shared_budget=shared_budget
         )
         if device.type == "cpu":
-            core = _core.host_pool(
-                page_size=size, strict_holes=False, shareable=bool(shareable), options=options
-            )
+            core = _core.host_pool(page_size=size, options=options, shareable=bool(shareable))
         elif device.type == "cuda":
             index = device.index
             if index is None:
                 index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
             device = torch.device("cuda", index)
             core = _core.cuda_pool(
-                index,
-                page_size=size,
-                library="",
-                memory_is_host_memory=False,
-                shareable=bool(shareable),
-                rdma=bool(rdma),
-                options=options,
+                index, page_size=size, options=options, shareable=bool(shareable), rdma=bool(rdma)
             )
         else:
             raise InvalidArgument(f"[Pool] device is {device}: vtensor has drivers for cpu and cuda")
@@ -261,7 +253,7 @@ class Pool(Closes, Drawn):
     @property
     def closed(self) -> bool:
         """Whether ``close()`` was called."""
-        return self._closed or isinstance(self._core, ClosedPool)
+        return self._closed
 
     @property
     def broken(self) -> str | None:

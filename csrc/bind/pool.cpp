@@ -98,8 +98,8 @@ struct WeakPool {
   std::shared_ptr<Mapper> mapper;
 };
 
-std::shared_ptr<PagePool> host_pool(std::size_t page_size, bool strict_holes, bool shareable,
-                                    const PoolOptions& options) {
+std::shared_ptr<PagePool> host_pool(std::size_t page_size, const PoolOptions& options,
+                                    bool shareable, bool strict_holes) {
   return in_pool("Pool", [&] {
     const HostOptions host{
         .page_size = page_size, .strict_holes = strict_holes, .shareable = shareable};
@@ -107,9 +107,9 @@ std::shared_ptr<PagePool> host_pool(std::size_t page_size, bool strict_holes, bo
   });
 }
 
-std::shared_ptr<PagePool> cuda_pool(int device, std::size_t page_size, const std::string& library,
-                                    bool memory_is_host_memory, bool shareable, bool rdma,
-                                    const PoolOptions& options) {
+std::shared_ptr<PagePool> cuda_pool(int device, std::size_t page_size, const PoolOptions& options,
+                                    bool shareable, bool rdma, const std::string& library,
+                                    bool memory_is_host_memory) {
   return in_pool("Pool", [&] {
     CudaOptions cuda{
         .device = device, .shareable = shareable, .rdma = rdma, .page_size = page_size};
@@ -215,9 +215,10 @@ void bind_pool(nb::module_& module) {
   module.attr("NO_LIMIT") = std::numeric_limits<std::size_t>::max();
   module.attr("CACHE_BY_BUDGET") = kCacheByBudget;
 
-  module.def("host_pool", &host_pool, "page_size"_a, "strict_holes"_a, "shareable"_a, "options"_a);
-  module.def("cuda_pool", &cuda_pool, "device"_a, "page_size"_a, "library"_a,
-             "memory_is_host_memory"_a, "shareable"_a, "rdma"_a, "options"_a);
+  module.def("host_pool", &host_pool, "page_size"_a, "options"_a, "shareable"_a,
+             "strict_holes"_a = false);
+  module.def("cuda_pool", &cuda_pool, "device"_a, "page_size"_a, "options"_a, "shareable"_a,
+             "rdma"_a, "library"_a = "", "memory_is_host_memory"_a = false);
 }
 
 }  // namespace vtensor::bind
