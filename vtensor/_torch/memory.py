@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -127,12 +127,13 @@ def adopt(
         storages[_key(t)] = t.untyped_storage()
     nbytes = sum(storage.nbytes() for storage in storages.values())
     with without_modes():
-        moved = {}
+        moved: dict[int, Any] = {}
         done = 0
         with Progress() as show:
             for key, storage in storages.items():
-                moved[key] = new = _new_storage(heap, storage.nbytes(), device)
-                for copied in _copy(new, storage):
+                size = storage.nbytes()
+                moved[key] = heap.core.storage(size) if size else torch.UntypedStorage(0, device=device)
+                for copied in _copy(moved[key], storage):
                     done += copied
                     show(f"adopt: {done:,} of {nbytes:,} bytes")
         for t in tensors:
@@ -231,12 +232,6 @@ def open_for_readers(
         if opened := heap.core.open_for_readers(addresses):
             return opened
     raise InvalidArgument("[share] the module is in no pool any more: call vtensor.adopt(module, pool) again")
-
-
-def _new_storage(heap: Heap, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    if nbytes == 0:
-        return torch.UntypedStorage(0, device=device)
-    return cast(torch.UntypedStorage, heap.core.storage(nbytes))
 
 
 def _copy(to: torch.UntypedStorage, source: torch.UntypedStorage) -> Iterator[int]:
