@@ -26,6 +26,7 @@ import copy
 import gc
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -249,9 +250,6 @@ class TensorMachine(RuleBasedStateMachine):
         """Whether the budget has room for the pages that a write may copy. The kernel copies them unasked."""
         return pool.stats().pages_free >= pages
 
-    def shared_pages(self, t: ModelTensor) -> int:
-        return sum(record.shared > 1 for record in t.actual.pages())
-
     def write(self, x: torch.Tensor, data: torch.Tensor, way: str) -> None:
         """Writes the bytes `data` [rows, n, item] into `x` with one of torch's functions."""
         typed = data.reshape(-1).view(x.dtype).reshape(x.shape)
@@ -263,15 +261,6 @@ class TensorMachine(RuleBasedStateMachine):
             torch.index_select(typed, 0, torch.arange(typed.shape[0], device="cpu"), out=x)
         else:
             x.copy_(typed)
-
-    def attempt_close(self, t: ModelTensor, close: Callable[[], None], fail: int | None) -> None:
-        """Closes the tensor, which always succeeds. Pages that a refused call leaves mapped go later."""
-        if fail is None:
-            close()
-        else:
-            with fail_after(t.pool, fail):
-                close()
-            t.pool.wait_idle(timeout=5)
 
     # --- after every step ---
 
@@ -545,7 +534,7 @@ class TensorMachine(RuleBasedStateMachine):
         if not t.pool._core.kernel_copies_on_write:
             if way == "numpy":
                 way = "copy_"  # no in-place operation on the tensor itself
-        elif not self.may_unshare(t.pool, self.shared_pages(t)):
+        elif not self.may_unshare(t.pool, sum(record.shared > 1 for record in t.actual.pages())):
             return
         before = t.memory.cells
         if way in ("fill_", "one"):
@@ -590,15 +579,15 @@ class TensorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tensors)
     @rule(index=which, how=st.sampled_from(["close", "drop"]), fail=failures())
     def end(self, index: int, how: str, fail: int | None) -> None:
+        """Closes a tensor, which always succeeds. Pages that a refused call leaves mapped go later."""
         t = self.tensor(index)
         self.tensors.remove(t)
-
-        def close() -> None:
+        with nullcontext() if fail is None else fail_after(t.pool, fail):
             if how == "close":
                 t.actual.close()
             del t.actual
-
-        self.attempt_close(t, close, fail)
+        if fail is not None:
+            t.pool.wait_idle(timeout=5)
 
     @rule(index=st.integers(0, 1))
     def trim(self, index: int) -> None:
