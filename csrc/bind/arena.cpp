@@ -8,7 +8,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -115,12 +114,12 @@ class ArenaCore {
     const auto lock = mutex_.hold("Arena.close");
     if (!arena_) return;
     const Caller caller = caller_of("Arena.close", stream, *arena_->pool());
+    without_gil([&] { arena_->use(caller); });
+    std::shared_ptr<Arena> arena = std::move(arena_);  // with the GIL, as `closed` reads it
     const ReleasedGil released;
-    arena_->use(caller);
-    closed_ = true;
-    std::exchange(arena_, nullptr)->abandon();
+    std::exchange(arena, nullptr)->abandon();
   }
-  bool closed() const { return closed_; }
+  bool closed() const { return arena_ == nullptr; }
   std::size_t bytes() const { return bytes_; }
 
  private:
@@ -144,7 +143,6 @@ class ArenaCore {
 
   std::shared_ptr<Arena> arena_;  // null once closed
   const std::size_t bytes_;
-  std::atomic<bool> closed_{false};
   OperationMutex mutex_{"arena"};
 };
 
