@@ -17,8 +17,8 @@ struct DataType {
   friend bool operator==(const DataType&, const DataType&) = default;
 };
 inline constexpr DataType kUint8{1, 8, 1};
-// Values of DataType::code.
-inline constexpr std::uint8_t kInt = 0, kComplex = 5;
+// A value of DataType::code.
+inline constexpr std::uint8_t kComplex = 5;
 
 struct Tensor {
   void* data;

@@ -52,7 +52,7 @@ class ReaderCore {
   bool sync() {
     const auto lock = begin();
     RangeReaders& readers = open();
-    const Caller caller = this->caller();
+    const Caller caller{"reader", TorchBridge::get().current_stream(device())};
     const bool stale = readers.stale();
     // Of anything new it may have to wait for the writer.
     return stale ? without_gil([&] { return readers.sync(caller, true); })
@@ -109,7 +109,6 @@ class ReaderCore {
     mutex_.lock("reader");
     return {mutex_, std::adopt_lock};
   }
-  Caller caller() const { return {"reader", TorchBridge::get().current_stream(device())}; }
   Device device() const { return open().memory().driver().traits().device; }
   RangeReaders& open() const {
     if (closed()) throw Closed("[reader] the reader is closed: receive the object again");
