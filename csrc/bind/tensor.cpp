@@ -73,10 +73,7 @@ void bind_tensor(nb::module_& module) {
           "pool"_a, "sizes"_a, "grow_dim"_a, "capacity"_a, "dtype"_a, "device"_a, "item_size"_a,
           "zeroed"_a, "move_when_full"_a)
       .def("attach", &TensorCore::attach)
-      .def(
-          "prepare",
-          [](TensorCore& core, nb::handle n) { core.prepare(integer("VTensor.prepare", "n", n)); },
-          n)
+      .def("prepare", &TensorCore::prepare, n)
       .def("extend", &TensorCore::extend, tensor, n)
       .def("append", &TensorCore::append, tensor, "source"_a.none())
       .def("shrink", &TensorCore::shrink, tensor, n, "front"_a.none(), no_stream)

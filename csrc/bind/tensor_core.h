@@ -54,7 +54,7 @@ class TensorCore {
   void attach(nb::handle self, std::size_t length);
 
   // Makes the mapper prepare the next `n` positions.
-  void prepare(std::int64_t n);
+  void prepare(nb::handle n);
   void extend(nb::handle self, nb::handle n);
   void append(nb::handle self, nb::handle source);
   void shrink(nb::handle self, nb::handle n, nb::handle front, std::optional<Stream> stream);
