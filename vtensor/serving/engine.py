@@ -128,21 +128,19 @@ class Engine:
             ids.add(request.id)
         for request in requests:
             self.scheduler.add(request)
+        scheduler, stats = self.scheduler, self.scheduler.stats
         with Progress(progress) as show:
-            while self.scheduler.unfinished or self.scheduler.unreported:
+            while scheduler.unfinished or scheduler.unreported:
                 self._iterate()
-                show(self._state())
+                show(
+                    f"{len(self._ended):,} requests done, {len(scheduler.running):,} running, "
+                    f"{len(scheduler.waiting) + len(scheduler.swapped):,} waiting, "
+                    f"{stats.computed_tokens:,} tokens"
+                )
         self._collect()
         done = {completion.id: completion for completion in self._ended}
         self._ended = []
         return done
-
-    def _state(self) -> str:
-        scheduler, stats = self.scheduler, self.scheduler.stats
-        return (
-            f"{len(self._ended):,} requests done, {len(scheduler.running):,} running, "
-            f"{len(scheduler.waiting) + len(scheduler.swapped):,} waiting, {stats.computed_tokens:,} tokens"
-        )
 
     def _take_back(self) -> None:
         """Takes back the iteration of a step that was interrupted."""

@@ -205,7 +205,12 @@ class Scheduler:
                 self._books.lengths = lengths
                 self._short_since = None
                 return
-            self._make_way(plan, lengths)
+            # A single request fails or waits for other processes. While it waits, it keeps nothing that they
+            # may wait for.
+            if len(self.running) > 1 or self._may_wait(lengths):
+                self._preempt(plan, self.running[-1])
+            else:
+                self._fail(plan, self.running[0])
 
     def _plan_running(self, plan: Plan) -> list[int]:
         """Plans the running requests. Returns the lengths that the slots need."""
@@ -394,14 +399,6 @@ class Scheduler:
                 self._short_since = now
             self.waits_for_others = now - self._short_since < self.patience
         return self.waits_for_others
-
-    def _make_way(self, plan: Plan, lengths: list[int]) -> None:
-        """Makes room: by the latest of several running requests. A single one, which needs these lengths,
-        fails or waits for other processes. While it waits, it keeps nothing that they may wait for."""
-        if len(self.running) > 1 or self._may_wait(lengths):
-            self._preempt(plan, self.running[-1])
-        else:
-            self._fail(plan, self.running[0])
 
     def _preempt(self, plan: Plan, group: SampleGroup) -> None:
         stats, shared = self.stats, len(group.holders) > 1
