@@ -43,7 +43,7 @@ def memory_points(events: Iterable[Event], reserved_now: int = 0) -> list[Point]
             copied = needed + (before if event.what == "extend" else 0)
         elif event.what in MAPPED:
             mapped += MAPPED[event.what] * event.nbytes
-        elif _reserves(event):
+        elif event.call == "cuMemAddressReserve" or (event.call == "mmap" and event.address == 0):
             ranges[event.nbytes] += 1
             reserved += event.nbytes
         elif event.call in ("munmap", "cuMemAddressFree") and (
@@ -58,10 +58,6 @@ def memory_points(events: Iterable[Event], reserved_now: int = 0) -> list[Point]
     before = -min([0, *(point.mapped for point in points)])
     older = max([reserved_now - reserved, 0, *(-point.reserved for point in points)])
     return [point._replace(mapped=point.mapped + before, reserved=point.reserved + older) for point in points]
-
-
-def _reserves(event: Event) -> bool:
-    return event.call == "cuMemAddressReserve" or (event.call == "mmap" and event.address == 0)
 
 
 def thinned(times: Sequence[float], values: Sequence[float], most: int) -> tuple[list[float], list[float]]:

@@ -183,9 +183,14 @@ class GrowingRanges(Pieces):
         self._reserved = _rounded(model.capacity + model.capacity // 8, page)  # as torch does
 
     def reuse(self, size: int, stream: int) -> int | None:
-        """An address where ``size`` bytes are mapped and free; None if there is none."""
-        piece = self._best_fit(size, stream)
-        return None if piece is None else self.take(piece, size, _GRAIN)
+        """An address where ``size`` bytes are mapped and free, in the smallest piece that is large enough;
+        None if there is none. A piece that can grow counts as what it can become."""
+        chosen = None
+        for piece in self.at_least(size, stream):
+            if chosen is not None and _growable(piece) >= _growable(chosen):
+                break
+            chosen = piece
+        return None if chosen is None else self.take(chosen, size, _GRAIN)
 
     def grow(self, size: int, stream: int) -> int | None:
         """An address for ``size`` bytes, with pages mapped for it; None if there are too few."""
@@ -208,15 +213,6 @@ class GrowingRanges(Pieces):
                 break
             released += self._unmap(piece, most - released)
         return released
-
-    def _best_fit(self, size: int, stream: int) -> Piece | None:
-        """The smallest free piece that is large enough. One that can grow counts as what it can become."""
-        chosen = None
-        for piece in self.at_least(size, stream):
-            if chosen is not None and _growable(piece) >= _growable(chosen):
-                break
-            chosen = piece
-        return chosen
 
     def _candidate(self, size: int, stream: int) -> Piece:
         """The lowest unmapped piece from which there are addresses for ``size`` bytes, or the free one before

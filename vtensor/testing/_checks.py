@@ -30,9 +30,6 @@ class Refusals:
         named = ", ".join(f"{name} {count}" for name, count in self.calls.items())
         return f"<vtensor.testing.Refusals {named or 'none'}>"
 
-    def _end(self) -> None:
-        self._calls, self._core = self.calls, None
-
 
 @contextmanager
 def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[Refusals]:
@@ -60,7 +57,7 @@ def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[Refusals]:
         yield refusals
     finally:
         core.disarm()
-        refusals._end()
+        refusals._calls, refusals._core = refusals.calls, None
 
 
 def check_invariants(pool: Pool) -> None:
