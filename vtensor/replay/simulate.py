@@ -204,7 +204,7 @@ class _Replay:
         self.first_tokens: dict[int, float] = {}  # their times, of requests that have not ended
         self.stride, self.iterations = 1, 0
         self.busy = self.batch_seconds = 0.0
-        self.waste_seconds = self.waste_busy = self.unsampled = 0.0
+        self.waste_seconds = self.sampled = 0.0  # `sampled`: the busy time up to the last sample
         self.calls_before = self._calls()
         self.calls_seen = self.calls_before["caller"]
 
@@ -248,10 +248,11 @@ class _Replay:
         self.batch_seconds += took * running
         result.batch_peak = max(result.batch_peak, running)
         result.output_tokens += len(plan.sampled)
-        self.unsampled += took
         self._sample(began, running)
         self._arrivals()
-        self._let_the_mapper_work(took)
+        if self.pool is not None and took > 0:  # the mapper's thread gets the time of the iteration
+            with suppress(TimedOut):
+                self.pool.wait_idle(min(took, _LONGEST_WAIT))
         for _, sequence in plan.sampled:
             if sequence.generated == 0:
                 self.first_tokens[_row_of(sequence.group)] = self.now
@@ -265,12 +266,6 @@ class _Replay:
         back = sum(self.cache.length(slot) for slot in plan.swapped_in)
         self.result.copied_bytes += (out + back) * self.token_bytes
         return out * self.token_bytes, back * self.token_bytes
-
-    def _let_the_mapper_work(self, seconds: float) -> None:
-        """Gives the mapper's thread the time that it would have during an iteration of ``seconds``."""
-        if self.pool is not None and seconds > 0:
-            with suppress(TimedOut):
-                self.pool.wait_idle(min(seconds, _LONGEST_WAIT))
 
     def _arrival(self, group: SampleGroup) -> float:
         return self.rows[_row_of(group)].arrival / self.speed
@@ -292,9 +287,8 @@ class _Replay:
         if self.iterations % self.stride:
             return
         stats = self.cache.stats()
-        self.waste_seconds += stats.waste * self.unsampled
-        self.waste_busy += self.unsampled
-        self.unsampled = 0.0
+        self.waste_seconds += stats.waste * (self.busy - self.sampled)
+        self.sampled = self.busy
         queued = len(self.scheduler.waiting) + len(self.scheduler.swapped)
         samples = self.result.samples
         samples.append(Sample(began, running, queued, stats.tokens))
@@ -326,8 +320,8 @@ class _Replay:
         )
         if self.busy:
             result.batch_mean = self.batch_seconds / self.busy
-        if self.waste_busy:
-            result.waste = self.waste_seconds / self.waste_busy
+        if self.sampled:
+            result.waste = self.waste_seconds / self.sampled
         result.seconds = self.now
         for times in (result.delays, result.ttfts, result.tpots):
             times.sort()
