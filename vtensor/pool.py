@@ -696,8 +696,7 @@ def _close_pools() -> None:
     if _core.in_forked_child():
         return
     until = time.monotonic() + _CLOSE_SECONDS
-    with _sets_lock:
-        pools = [pool for pool in members(_pools) if not pool.closed]
+    pools = [pool for pool in open_pools() if not pool.closed]
     for pool in pools:
         with suppress(VTensorError):  # the process ends: close the others all the same
             pool._close(max(0.001, until - time.monotonic()))

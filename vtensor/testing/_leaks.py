@@ -15,8 +15,7 @@ import torch
 from vtensor import pool as _pool
 from vtensor._base.arguments import of_type
 from vtensor._base.processes import STORAGE_METHODS
-from vtensor._base.weak import members
-from vtensor.pool import Pool
+from vtensor.pool import Pool, open_pools
 from vtensor.tensor import VTensor
 
 _WHAT = ("tensors", "pages_active", "pages_pinned", "nbytes_reserved")
@@ -41,8 +40,7 @@ class Look:
         self._files_before = _files()
 
     def _pools(self) -> list[Pool]:
-        with _pool._sets_lock:
-            return list(self._asked) or members(_pool._pools)
+        return self._asked or open_pools()
 
     def leaks(self) -> list[str]:
         """A description of each leak since the beginning; empty if there is none."""
