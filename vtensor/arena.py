@@ -177,10 +177,9 @@ class Arena(Closes, Drawn):
         """Counts of this moment."""
         counts = ArenaCore.counts(self._core)
         size = self._pool.page_size
-        mapped = counts.active + counts.prefetched + counts.cached + counts.pinned
         return ArenaStats(
-            nbytes_reserved=-(-self.nbytes // size) * size,
-            nbytes_mapped=mapped * size,
+            nbytes_reserved=counts.reserved_pages * size,
+            nbytes_mapped=counts.mapped * size,
             page_size=size,
             pages_active=counts.active,
             pages_prefetched=counts.prefetched,
