@@ -21,7 +21,6 @@ from vtensor.serving.slots import KVCacheManager
 
 by_arrival = attrgetter("order")
 _MOST = 4  # iterations for which an announced request waits until it is mapped
-_HELD = (Status.WAITING, Status.RUNNING, Status.SWAPPED)
 
 
 class Books:
@@ -36,6 +35,11 @@ class Books:
         self.waiting: list[SampleGroup] = []  # each queue in the order of arrival
         self.running: list[SampleGroup] = []
         self.swapped: list[SampleGroup] = []
+        self._queues = {
+            Status.WAITING: self.waiting,
+            Status.RUNNING: self.running,
+            Status.SWAPPED: self.swapped,
+        }
         self.groups: dict[abc.Hashable, SampleGroup] = {}  # by id, and some that have just ended
         self.lengths = [0] * cache.max_batch
         self.settled = True  # books and cache agree; not while an operation changes them, or was interrupted
@@ -48,7 +52,7 @@ class Books:
 
     def held(self, request_id: abc.Hashable) -> SampleGroup | None:
         group = self.groups.get(request_id)
-        return group if group is not None and group.status in _HELD else None
+        return group if group is not None and group.status in self._queues else None
 
     def note(self, changes: list[Change]) -> None:
         """Commits changes, so that the books agree with the cache."""
@@ -84,21 +88,22 @@ class Books:
 
     # ------------------------------------------------------------------ from queue to queue
 
-    def run(self, group: SampleGroup) -> list[Change]:
-        return [
-            (self._queue_of(group).remove, group),
-            (self.running.insert, bisect(self.running, group.order, key=by_arrival), group),
+    def move(self, group: SampleGroup, status: Status, reason: str = "") -> list[Change]:
+        """Moves a request to the queue of a status, in order of arrival; of one that has ended, to none."""
+        changes: list[Change] = [
+            (self._queues[group.status].remove, group),
             (self.announced.pop, group, None),
-            *sets(group, status=Status.RUNNING),
+            *sets(group, status=status, reason=reason),
         ]
+        if status in self._queues:
+            queue = self._queues[status]
+            changes.append((queue.insert, bisect(queue, group.order, key=by_arrival), group))
+        return changes
 
     def wait(self, group: SampleGroup) -> list[Change]:
-        """Moves a request back to the waiting ones, in order of arrival, with nothing computed."""
-        changes: list[Change] = [
-            (self._queue_of(group).remove, group),
-            (self.waiting.insert, bisect(self.waiting, group.order, key=by_arrival), group),
-            *sets(group, status=Status.WAITING, left_at=None, forked=len(group.live) == 1),
-        ]
+        """Moves a request back to the waiting ones, with nothing computed."""
+        changes = self.move(group, Status.WAITING)
+        changes += sets(group, left_at=None, forked=len(group.live) == 1)
         for sequence in group.live:
             changes += sets(sequence, slot=None, computed=0, published=0)
         return changes
@@ -112,23 +117,8 @@ class Books:
             self.cache.swap_out(slots)
         except MemoryError:
             return []
-        return [
-            *((self.lengths.__setitem__, slot, 0) for slot in slots),
-            (self._queue_of(group).remove, group),
-            (self.swapped.insert, bisect(self.swapped, group.order, key=by_arrival), group),
-            *sets(group, status=Status.SWAPPED),
-        ]
-
-    def leave(self, group: SampleGroup, status: Status, reason: str) -> list[Change]:
-        """Ends a request whose slots are free."""
-        return [
-            (self._queue_of(group).remove, group),
-            (self.announced.pop, group, None),
-            *sets(group, status=status, reason=reason),
-        ]
-
-    def _queue_of(self, group: SampleGroup) -> list[SampleGroup]:
-        return (self.waiting, self.running, self.swapped)[_HELD.index(group.status)]
+        empty = [(self.lengths.__setitem__, slot, 0) for slot in slots]
+        return [*empty, *self.move(group, Status.SWAPPED)]
 
     # ------------------------------------------------------------------ announced requests
 

@@ -346,7 +346,7 @@ class Scheduler:
                 reused_tokens=stats.reused_tokens + covered,
             )
             changes += [(plan.admitted.append, group), *sets(group, admitted=True), *counts]
-        self._books.note([*changes, *self._books.run(group)])
+        self._books.note([*changes, *self._books.move(group, Status.RUNNING)])
 
     def _bring_back(self, plan: Plan, group: SampleGroup) -> bool:
         """Swaps a request in, with room for one more token of each sequence, or leaves it where it was."""
@@ -373,7 +373,7 @@ class Scheduler:
                 (plan.swapped_in.extend, back),
                 *sets(self._books, lengths=lengths),
                 *sets(group, away=group.time_away(self._clock()), left_at=None),
-                *self._books.run(group),
+                *self._books.move(group, Status.RUNNING),
             ]
         )
         self._moved_tokens += sum(sequence.computed for sequence in group.holders)
@@ -452,7 +452,7 @@ class Scheduler:
     def _leave(self, group: SampleGroup, status: Status, reason: str = "") -> list[Change]:
         """Ends a request whose slots are free. A step that was refused may be granted now."""
         own = sets(self, _refused=False, _short_since=None)
-        return [*self._books.leave(group, status, reason), *own]
+        return [*self._books.move(group, status, reason), *own]
 
     # ------------------------------------------------------------------ completing
 
