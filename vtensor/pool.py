@@ -406,13 +406,11 @@ class Pool(Closes, Drawn):
 
     def _sleepers(self) -> dict[str, list[Sleeper]]:
         """The objects whose memory can leave, by tag."""
-        with _sets_lock:
-            heaps = list(self._heaps.items())
         by_tag: dict[str, list[Sleeper]] = {}
         for t in self._each_tensor():
             if not t.closed:
                 by_tag.setdefault(t._sleeps_as, []).append(t)
-        for tag, heap in heaps:
+        for tag, heap in self._each_heap():
             by_tag.setdefault(tag, []).append(heap)
         return by_tag
 
@@ -475,11 +473,14 @@ class Pool(Closes, Drawn):
                 heap = self._heaps[tag] = Heap(_core.HeapCore(core), Adopted())
             return heap
 
-    def _nbytes_by_tag(self) -> dict[str, int]:
+    def _each_heap(self) -> list[tuple[str, Heap]]:
+        """The tags and heaps of this moment."""
         with _sets_lock:
-            heaps = list(self._heaps.items())
+            return list(self._heaps.items())
+
+    def _nbytes_by_tag(self) -> dict[str, int]:
         found = {}
-        for tag, heap in heaps:
+        for tag, heap in self._each_heap():
             with suppress(Closed):  # another thread closed it
                 found[tag] = 0 if heap.core.asleep else heap.core.counts().allocated
         return found

@@ -218,7 +218,7 @@ def _unfit(t: torch.Tensor) -> str | None:
 
 def heaps_of(module: torch.nn.Module) -> list[Heap]:
     """The heaps of open pools that the module was moved through. Throws InvalidArgument if there is none."""
-    heaps = [heap for pool in open_pools() for heap in list(pool._heaps.values()) if heap.adopted.has(module)]
+    heaps = [heap for pool in open_pools() for _, heap in pool._each_heap() if heap.adopted.has(module)]
     if not heaps:
         raise InvalidArgument("[share] the module is in no pool: call vtensor.adopt(module, pool) first")
     return heaps

@@ -114,8 +114,6 @@ def _counts(pool: Pool) -> dict[str, int]:
 
 def _open_objects(pool: Pool) -> list[tuple[Any, str, int]]:
     """Each open object with memory of the pool, its name, bytes mapped."""
-    with _pool._sets_lock:
-        heaps = list(pool._heaps.items())
     found: list[tuple[Any, str, int]] = []
     owners: Iterator[Any] = pool._each_tensor()
     for t in owners:
@@ -125,7 +123,7 @@ def _open_objects(pool: Pool) -> list[tuple[Any, str, int]]:
             found.append((t, f"VTensor {tuple(t.shape)} at {t.address:#x}", t.nbytes_mapped))
         else:
             found.append((t, f"{t!r}", t.stats().nbytes_mapped))
-    for tag, heap in heaps:
+    for tag, heap in pool._each_heap():
         counts = heap.core.counts()
         if counts.allocations:
             found.append((heap, f"{counts.allocations} allocations with tag {tag!r}", counts.allocated))
