@@ -18,19 +18,15 @@ void raise(const char* name, const char* message) {
   PyErr_SetString(type.ptr(), message);
 }
 
-void raise(const DriverError& error) {
-  nb::object type = nb::module_::import_("vtensor.errors").attr("DriverError");
-  nb::object instance = type(error.what(), error.call, error.code, error.name);
-  PyErr_SetObject(type.ptr(), instance.ptr());
-}
-
 void set_error(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);
   } catch (const DeviceOutOfMemory& error) {
     raise("OutOfPages", error.what());
   } catch (const DriverError& error) {
-    raise(error);
+    nb::object type = nb::module_::import_("vtensor.errors").attr("DriverError");
+    nb::object instance = type(error.what(), error.call, error.code, error.name);
+    PyErr_SetObject(type.ptr(), instance.ptr());
   } catch (const OutOfPages& error) {
     raise("OutOfPages", error.what());
   } catch (const CapacityExceeded& error) {
