@@ -25,7 +25,7 @@ from vtensor._base.units import Bytes
 from vtensor._base.weak import members
 from vtensor._pool.adopted import Adopted
 from vtensor._pool.closed import ClosedPool
-from vtensor._pool.sleep import Image, Sleeper, contents_of, fall_asleep, forget, wake
+from vtensor._pool.sleep import Image, Sleeper, contents_of, fall_asleep, wake
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
 _MOST_BYTES = 2**62
@@ -434,7 +434,7 @@ class Pool(Closes, Drawn):
             self._closed = True  # nothing new from here on
             self._close_tensors()
             self._close_heaps()
-            forget(self._asleep, self._asleep)
+            self._asleep.clear()
         except VTensorError:
             raise  # what could be closed is; a second call closes the rest
         except BaseException:  # from outside (I17): the pool is as before, and so are the tensors still open
