@@ -147,7 +147,7 @@ trace::Span TensorCore::traced(trace::What what, std::size_t first, std::size_t 
 }
 
 void TensorCore::use(std::shared_ptr<Buffer> buffer) {
-  Strides strides;
+  nb::object strides;
   try {
     strides = strides_of(*buffer);
   } catch (...) {
@@ -157,7 +157,7 @@ void TensorCore::use(std::shared_ptr<Buffer> buffer) {
   use(std::move(buffer), std::move(strides));
 }
 
-void TensorCore::use(std::shared_ptr<Buffer> buffer, Strides strides) noexcept {
+void TensorCore::use(std::shared_ptr<Buffer> buffer, nb::object strides) noexcept {
   buffer_.swap(buffer);
   spec_.capacity = buffer_->shape().capacity;
   strides_ = std::move(strides);
@@ -494,17 +494,17 @@ void TensorCore::leave(nb::handle self) {
 
 // -- what torch has: a storage over mapped pages, sizes and strides
 
-TensorCore::Strides TensorCore::strides_of(const Buffer& buffer) const {
-  const std::size_t dims = spec_.sizes.size();
-  Strides strides{std::vector<std::int64_t>(dims, 1), {}};
-  for (std::size_t dim = dims - 1; dim-- > 0;) {
-    strides.values[dim] =
-        dim + 1 == spec_.grow_dim
-            ? static_cast<std::int64_t>(buffer.range().row_bytes() / spec_.item_size)
-            : strides.values[dim + 1] * spec_.sizes[dim + 1];
-  }
-  strides.tuple = tuple_of(dims, [&strides](std::size_t dim) { return strides.values[dim]; });
-  return strides;
+std::int64_t TensorCore::stride(const Buffer& buffer, std::size_t dim) const {
+  const bool of_rows = dim < spec_.grow_dim;
+  auto stride = static_cast<std::int64_t>(of_rows ? buffer.range().row_bytes() / spec_.item_size
+                                                  : std::size_t{1});
+  const std::size_t end = of_rows ? spec_.grow_dim : spec_.sizes.size();
+  while (++dim < end) stride *= spec_.sizes[dim];
+  return stride;
+}
+
+nb::object TensorCore::strides_of(const Buffer& buffer) const {
+  return tuple_of(spec_.sizes.size(), [&](std::size_t dim) { return stride(buffer, dim); });
 }
 
 bool TensorCore::is_set(nb::handle self) {
@@ -513,7 +513,7 @@ bool TensorCore::is_set(nb::handle self) {
   for (std::size_t dim = 0; dim < shape.size(); ++dim) {
     const std::int64_t size = spec_.size(dim, positions_.size());
     // torch does not define the stride of a dimension of size 1.
-    if (shape[dim] != size || (size > 1 && strides[dim] != strides_.values[dim])) return false;
+    if (shape[dim] != size || (size > 1 && strides[dim] != stride(*buffer_, dim))) return false;
   }
   return positions_.empty() ||
          reinterpret_cast<Address>(data) == buffer_->address_of(0, positions_.begin);
@@ -528,7 +528,7 @@ void TensorCore::set(nb::handle self, nb::object storage, Interval indices, std:
   }
   nb::object sizes =
       tuple_of(spec_.sizes.size(), [&](std::size_t dim) { return spec_.size(dim, length); });
-  TorchBridge::get().set(self, storage, offset, sizes, strides_.tuple);
+  TorchBridge::get().set(self, storage, offset, sizes, strides_);
   storage_ = std::move(storage);
   published_ = indices;
 }

@@ -60,18 +60,13 @@ class TensorCore {
   void shrink(nb::handle self, nb::handle n, nb::handle front, std::optional<Stream> stream);
   void truncate(nb::handle self, nb::handle length, std::optional<Stream> stream);
   void unshare(nb::handle self, nb::handle start, nb::handle stop);
-  // Of a buffer's rows.
-  struct Strides {
-    std::vector<std::int64_t> values;
-    nb::object tuple;
-  };
   struct Reindexing {
     TensorCore* core;
     nb::handle self;
     std::vector<std::int64_t> index;
     std::vector<std::size_t> rows = {};       // that the index selects
     std::shared_ptr<Buffer> moved = nullptr;  // null if the rows stay in place
-    Strides strides = {};                     // of `moved`
+    nb::object strides = {};                  // of `moved`, a tuple
   };
   // Changes all of them, or none if one is refused. In the same call, updates the first dict of
   // each pair in `states` with the second.
@@ -124,8 +119,10 @@ class TensorCore {
                      std::size_t n, bool populate);
   template <typename Body>
   void while_detached(nb::handle self, const Body& body);
-  // Throws what Python does.
-  Strides strides_of(const Buffer& buffer) const;
+  // Torch's stride of a dimension over the buffer's rows, in elements; and the tuple of all. Throws
+  // what Python does.
+  std::int64_t stride(const Buffer& buffer, std::size_t dim) const;
+  nb::object strides_of(const Buffer& buffer) const;
   // Whether torch has the storage, sizes and strides that were set last; facts_ is then what it
   // has.
   bool is_set(nb::handle self);
@@ -143,7 +140,7 @@ class TensorCore {
   // The buffer, and its capacity, are the tensor's from now on, and the one before is abandoned. If
   // the strides cannot be made, `buffer` is abandoned, and nothing is changed.
   void use(std::shared_ptr<Buffer> buffer);
-  void use(std::shared_ptr<Buffer> buffer, Strides strides) noexcept;
+  void use(std::shared_ptr<Buffer> buffer, nb::object strides) noexcept;
   // `use` of pages shared with another buffer. `unclean`: bytes past `length` in them are not this
   // tensor's (I7).
   void use_shared(std::shared_ptr<Buffer> buffer, std::size_t length, bool unclean);
@@ -153,7 +150,7 @@ class TensorCore {
   std::shared_ptr<Buffer> buffer_;  // null once closed
   TensorSpec spec_;
   Interval positions_;
-  Strides strides_;
+  nb::object strides_;  // of the buffer's rows, a tuple
   nb::object storage_;
   Interval published_;              // page indices under storage_
   TensorFacts facts_, source_;      // of the tensor, and of the last append; kept for their memory
