@@ -32,7 +32,6 @@ MAY_NEED = {
 
 FOREIGN = re.compile(r"Python\.h|nanobind/|pybind11/|.*dlpack", re.IGNORECASE)
 TORCH = re.compile(r"torch/|ATen/|c10/")
-DRIVERS = ("host", "cuda")
 
 # Comments and literals of C++, from one end to the other.
 CPP_TEXT = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
@@ -58,6 +57,9 @@ def test_cpp_layers() -> None:
                 wrong.append(f"{name(path)}: {layer} may not include {header}")
             if kind == '"' and not (ROOT / "csrc" / header).exists():
                 wrong.append(f"{name(path)}: {header} is not relative to csrc/")
+            driver = re.match(r"driver/(host|cuda)_", header)
+            if layer == "driver" and driver and not path.name.startswith(f"{driver[1]}_"):
+                wrong.append(f"{name(path)} includes {header}, which is one driver's")
             if layer != "bind" and FOREIGN.match(header):
                 wrong.append(f"{name(path)}: {layer} knows nothing of {header}")
             if TORCH.match(header):
@@ -83,23 +85,6 @@ def test_no_friends_across_rooms() -> None:
     ]
     assert friends
     wrong = [f"{name(path)}: friend {friend}" for path, friend in friends if home[friend] != path.parent.name]
-    assert not wrong
-
-
-def driver_of(file: str) -> str | None:
-    """Which of DRIVERS a file of csrc/driver belongs to; None for what they share."""
-    return next((driver for driver in DRIVERS if file.startswith(f"{driver}_")), None)
-
-
-def test_drivers_know_nothing_of_each_other() -> None:
-    wrong = []
-    for path in CPP:
-        if path.parent.name != "driver":
-            continue
-        for _, header in includes(path):
-            theirs = driver_of(header.removeprefix("driver/"))
-            if theirs and theirs != driver_of(path.name):
-                wrong.append(f"{name(path)} includes {header}")
     assert not wrong
 
 
