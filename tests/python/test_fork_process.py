@@ -50,19 +50,13 @@ def contents():
             and linear.weight.eq(weight).all())
 
 def reap(pid):
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL); os.waitpid(pid, 0)
-    raise AssertionError("the child did not end")
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 def fork(child):
-    "The pid of a child that runs `child` and leaves."
+    "The pid of a child that runs `child` and leaves, within 30 s."
     if pid := os.fork():
         return pid
+    signal.alarm(30)
     try:
         child()
     except BaseException:
@@ -134,13 +128,8 @@ def check(code: str, **options):
     return run_snippet(PARENT + code + END, **options).check()
 
 
-def run_fork(child: str):
-    check(child + "\nassert reap(fork(child)) == 0\n")
-
-
-def test_every_operation_in_the_child_names_the_remedy():
-    run_fork(
-        """
+AFTER_A_FORK = {
+    "every operation names the remedy": """
 def child():
     core = pool._core
     made = core.driver_calls()
@@ -151,13 +140,9 @@ def child():
     assert not t.closed and not pool.closed and not cache.closed and not arena.closed
     forget_all()
     assert core.driver_calls() == made
-"""
-    )
-
-
-def test_every_torch_operation_on_a_vtensor_in_the_child_names_the_remedy():
-    run_fork(
-        """
+assert reap(fork(child)) == 0
+""",
+    "every torch operation on a VTensor names the remedy": """
 def child():
     global t
     for t in (t, shared, default):
@@ -168,22 +153,96 @@ def child():
         torch.multiprocessing.set_sharing_strategy(strategy)
         for code in ("multiprocessing.SimpleQueue().put(view)", "multiprocessing.SimpleQueue().put(key)"):
             assert "clone()" in refusal(code)  # as it is in the parent
-"""
-    )
-
-
-def test_what_reads_no_memory_answers_in_the_child():
-    """Logs, debuggers and failed assertions show objects."""
-    run_fork(
-        """
+assert reap(fork(child)) == 0
+""",
+    # Logs, debuggers and failed assertions show objects.
+    "what reads no memory answers": """
 def child():
     assert t.length == 9 and t.capacity == 64 and t.grow_dim == 1 and not t.closed and t.pool is pool
     assert "9 of 64 positions" in repr(t) and repr(closing) == "<VTensor, closed>" and repr(pool)
     assert "VTensor" in t._repr_html_() and "Pool" in pool._repr_html_()
     assert "of another process" in repr(cache) and "of another process" in repr(arena) and repr(blocks)
     assert len(cache) == 2 and pool.page_size == 4096
-"""
-    )
+assert reap(fork(child)) == 0
+""",
+    "allocations never lie where the parent's memory was": """
+begin, end = t.address, t.address + t.nbytes_reserved
+def child():
+    assert all(flags == "---p" for _, _, flags in mappings_within(begin, end))
+    made = [torch.ones(1 << 20) for _ in range(64)]
+    assert all(flags == "---p" for _, _, flags in mappings_within(begin, end))
+    assert not any(begin <= x.data_ptr() < end for x in made)
+    del made
+assert reap(fork(child)) == 0
+""",
+    "a child of a child": """
+def child():
+    def grandchild():
+        assert "forked" in refusal("t.extend(1)") and "forked" in refusal("t + 1")
+        view.sum()
+    os.dup2(os.open("/dev/null", os.O_RDWR), 2)
+    assert reap(fork(grandchild)) == -signal.SIGSEGV
+assert reap(fork(child)) == 0
+""",
+    "the report leaves a parent without one as it is": """
+vtensor.explain_faults(False); faulthandler.disable()
+caught = lambda: open("/proc/self/status").read().split("SigCgt:")[1].split()[0]
+before = caught()
+assert reap(fork(lambda: None)) == 0
+assert caught() == before
+""",
+    # No driver call, no page, no kernel mapping, no descriptor; and its pages are written in place.
+    "the parent pays nothing": """
+def state():
+    stats = dataclasses.asdict(pool.stats())
+    [calls.pop("pagemap", None) for calls in stats["driver_calls"].values()]  # those of stats() itself
+    mappings = [line for line in open("/proc/self/maps") if "memfd" in line]
+    pages = [[(r.page_id, r.shared, r.state) for r in x.pages()] for x in (t, parent_of, arena)]
+    return stats, mappings, pages
+assert contents()
+before, files = state(), open_files()
+children = [paused() for _ in range(3)]
+assert open_files() == files + 3  # the test's own ends
+assert state() == before, (state(), before)
+t.fill_(5); flat[: 2 * pool.page_size] = 3; default.zero_(); key[slot, :20] = 4; orphan.fill_(7)
+assert state() == before, (state(), before)
+for pid, go in children:
+    go()
+    assert reap(pid) == 0
+assert state() == before
+""",
+    "what sleeps is not for the child either": """
+pool.sleep(contents="host")
+def child():
+    for code in OPERATIONS + TORCH_OPERATIONS:
+        assert "forked" in refusal(code), (code, refusal(code))
+    forget_all()
+assert reap(fork(child)) == 0
+pool.wake()
+""",
+    # By finalizers too: deleters and exit handlers in the child touch nothing.
+    "the child leaves normally": """
+LEAVING = {
+    "os._exit(0)": 0,
+    "sys.exit(0)": 0,
+    "sys.exit(3)": 3,
+    "raise SystemExit": 0,
+    "raise ValueError('as meant')": 1,
+}
+for leave, expected in LEAVING.items():
+    if pid := os.fork():
+        assert (code := reap(pid)) == expected, (leave, code)
+    else:
+        signal.alarm(30)
+        assert t.length == 9
+        exec(leave)
+""",
+}
+
+
+@pytest.mark.parametrize("what", AFTER_A_FORK)
+def test_after_a_fork(what):
+    check(AFTER_A_FORK[what])
 
 
 # What a child touches, and what the report names.
@@ -219,43 +278,6 @@ shared_view = None
         assert why.startswith("this process was forked") and "clone() before the fork" in why, report
 
 
-def test_the_report_leaves_a_parent_without_one_as_it_is():
-    check(
-        """
-vtensor.explain_faults(False); faulthandler.disable()
-caught = lambda: open("/proc/self/status").read().split("SigCgt:")[1].split()[0]
-before = caught()
-assert reap(fork(lambda: None)) == 0
-assert caught() == before
-"""
-    )
-
-
-def test_the_parent_pays_nothing():
-    """No driver call, no page, no kernel mapping, no descriptor; and its pages are written in place."""
-    check(
-        """
-def state():
-    stats = dataclasses.asdict(pool.stats())
-    [calls.pop("pagemap", None) for calls in stats["driver_calls"].values()]  # those of stats() itself
-    mappings = [line for line in open("/proc/self/maps") if "memfd" in line]
-    pages = [[(r.page_id, r.shared, r.state) for r in x.pages()] for x in (t, parent_of, arena)]
-    return stats, mappings, pages
-assert contents()
-before, files = state(), open_files()
-children = [paused() for _ in range(3)]
-assert open_files() == files + 3  # the test's own ends
-assert state() == before, (state(), before)
-t.fill_(5); flat[: 2 * pool.page_size] = 3; default.zero_(); key[slot, :20] = 4; orphan.fill_(7)
-assert state() == before, (state(), before)
-for pid, go in children:
-    go()
-    assert reap(pid) == 0
-assert state() == before
-"""
-    )
-
-
 def test_the_child_keeps_none_of_the_parents_memory():
     """While it lives, the parent's pool uses its whole budget, and what the parent gives back goes."""
     run_snippet(
@@ -282,20 +304,6 @@ assert reap(pid) == 0
     ).check()
 
 
-def test_the_childs_allocations_never_lie_where_the_parents_memory_was():
-    run_fork(
-        """
-begin, end = t.address, t.address + t.nbytes_reserved
-def child():
-    assert all(flags == "---p" for _, _, flags in mappings_within(begin, end))
-    made = [torch.ones(1 << 20) for _ in range(64)]
-    assert all(flags == "---p" for _, _, flags in mappings_within(begin, end))
-    assert not any(begin <= x.data_ptr() < end for x in made)
-    del made
-"""
-    )
-
-
 def test_sleeping_contents_do_not_stay_with_a_child(tmp_path):
     """The file in a folder has no name: a child with its descriptor or its mapping would keep its bytes."""
     check(
@@ -315,41 +323,6 @@ assert sizes() == []
     )
 
 
-def test_what_sleeps_in_the_parent_is_not_for_the_child_either():
-    check(
-        """
-pool.sleep(contents="host")
-def child():
-    for code in OPERATIONS + TORCH_OPERATIONS:
-        assert "forked" in refusal(code), (code, refusal(code))
-    forget_all()
-assert reap(fork(child)) == 0
-pool.wake()
-"""
-    )
-
-
-def test_the_child_leaves_normally():
-    """By finalizers too: deleters and exit handlers in the child touch nothing."""
-    check(
-        """
-LEAVING = {
-    "os._exit(0)": 0,
-    "sys.exit(0)": 0,
-    "sys.exit(3)": 3,
-    "raise SystemExit": 0,
-    "raise ValueError('as meant')": 1,
-}
-for leave, expected in LEAVING.items():
-    if pid := os.fork():
-        assert (code := reap(pid)) == expected, (leave, code)
-    else:
-        assert t.length == 9
-        exec(leave)
-"""
-    )
-
-
 def test_the_child_falls_off_the_end():
     run_snippet(
         PARENT
@@ -358,23 +331,11 @@ if pid := os.fork():
     assert (code := reap(pid)) == 0, code
     go_on()
 else:
+    signal.alarm(30)
     del view, array, orphan
 """,
         finalize=True,
     ).check()
-
-
-def test_a_child_of_a_child():
-    run_fork(
-        """
-def child():
-    def grandchild():
-        assert "forked" in refusal("t.extend(1)") and "forked" in refusal("t + 1")
-        view.sum()
-    os.dup2(os.open("/dev/null", os.O_RDWR), 2)
-    assert reap(fork(grandchild)) == -signal.SIGSEGV
-"""
-    )
 
 
 @pytest.mark.parametrize("ahead", [0, 1 << 16], ids=["caller", "mapper"])
