@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
 from cuda_support import needs_simcuda
@@ -68,88 +66,78 @@ def join(threads):
 
 
 def check(code: str, *, device: str = "host", finalize: bool = False, timeout: float = 60.0) -> None:
-    code = POOLS[device] + textwrap.dedent(code)
-    finished = run_snippet(BUSY + SETUPS[device] + code, finalize=finalize, timeout=timeout).check()
+    setup = BUSY + SETUPS[device] + POOLS[device]
+    finished = run_snippet(setup + code, finalize=finalize, timeout=timeout).check()
     assert finished.err == "", finished.err
 
 
+# What goes on beside threads that grow and a busy mapper.
+BESIDE = {
+    "deleters under the GIL": """
+handed = []
+
+def make():
+    t = filled(pool, 8, 3, capacity=4000)
+    for _ in range(50):
+        t.prepare(100)
+        t.extend(5)
+        handed.append(t[-2:])
+        t.shrink(2)
+
+def drop():
+    while handed:
+        handed.pop()
+    time.sleep(0)
+
+threads = [thread(make), thread(drop), thread(drop), thread(grow)]
+time.sleep(0.4)
+join(threads)
+handed.clear()
+pool.wait_idle(10)
+testing.check_invariants(pool)
+assert pool.stats().tensors == 0
+""",
+    "a finalizer that closes, grows and drops inside other operations": """
+class Node:
+    def __init__(self):
+        self.me = self
+        self.t = filled(pool, 3)
+        self.view = self.t[:2]
+    def __del__(self):
+        self.t.prepare(20)
+        self.t.extend(1)
+        self.t.close()
+        pool.stats()
+
+def churn():
+    Node()
+    grow()
+
+gc.set_threshold(5, 1, 1)
+threads = [thread(churn), thread(grow)]
+time.sleep(0.4)
+join(threads)
+""",
+    "pool operations": """
+def tell():
+    pool.budget = pool.budget
+    pool.trim()
+    pool.stats()
+    pool.wait_idle(10)
+
+threads = [thread(grow), thread(grow), thread(tell), thread(tell)]
+time.sleep(0.4)
+join(threads)
+pool.close()
+""",
+}
+
+
 @DEVICES
-def test_deleters_under_the_gil_beside_a_busy_mapper(device):
+@pytest.mark.parametrize("what", BESIDE)
+def test_beside_a_busy_mapper(what, device):
     """A deleter runs with the GIL held, on any thread; it waits for neither mapper nor grower."""
-    check(
-        """
-        handed = []
-
-        def make():
-            t = filled(pool, 8, 3, capacity=4000)
-            for _ in range(50):
-                t.prepare(100)
-                t.extend(5)
-                handed.append(t[-2:])
-                t.shrink(2)
-
-        def drop():
-            while handed:
-                handed.pop()
-            time.sleep(0)
-
-        threads = [thread(make), thread(drop), thread(drop), thread(grow)]
-        time.sleep(0.4)
-        join(threads)
-        handed.clear()
-        pool.wait_idle(10)
-        testing.check_invariants(pool)
-        assert pool.stats().tensors == 0
-        """,
-        device=device,
-    )
-
-
-@DEVICES
-def test_a_finalizer_that_closes_grows_and_drops_inside_other_operations(device):
-    check(
-        """
-        class Node:
-            def __init__(self):
-                self.me = self
-                self.t = filled(pool, 3)
-                self.view = self.t[:2]
-            def __del__(self):
-                self.t.prepare(20)
-                self.t.extend(1)
-                self.t.close()
-                pool.stats()
-
-        def churn():
-            Node()
-            grow()
-
-        gc.set_threshold(5, 1, 1)
-        threads = [thread(churn), thread(grow)]
-        time.sleep(0.4)
-        join(threads)
-        """,
-        device=device,
-    )
-
-
-@DEVICES
-def test_pool_operations_beside_one_another(device):
-    check(
-        """
-        def tell():
-            pool.budget = pool.budget
-            pool.trim()
-            pool.stats()
-            pool.wait_idle(10)
-
-        threads = [thread(grow), thread(grow), thread(tell), thread(tell)]
-        time.sleep(0.4)
-        join(threads)
-        pool.close()
-        """,
-        device=device,
-    )
+    check(BESIDE[what], device=device)
 
 
 # A pool of its own for each, whose mapper is at work.
@@ -194,7 +182,7 @@ time.sleep(0.1)
 @DEVICES
 @pytest.mark.parametrize("ending", EXITS)
 def test_exit(ending, device):
-    check("\n" + EXITS[ending], device=device, finalize=True)
+    check(EXITS[ending], device=device, finalize=True)
 
 
 SIGNAL = """
