@@ -119,18 +119,13 @@ def test_views_know_their_slots_and_tokens(host, options):
 # --- what cannot be looked at -------------------------------------------------------------------------------
 
 
-def test_what_only_a_device_knows_is_left_to_it(grown, cache):
+def test_what_only_a_device_knows_and_what_a_kernel_refuses_is_left_to_them(grown, cache):
     past = on_a_device(int32(99, 99, 99))
-    for pair in (grown, cache[0]):
-        assert views("attend", *pair, False, past)[0].shape == pair[0].shape
-        assert views("attend", *pair, False, 5, 0, past)[0].shape[0] == ROWS
-
-
-def test_what_a_kernel_refuses_is_left_to_it(grown, cache):
-    for wrong in (2.5, torch.tensor([2.5, 3, 9]), int32(99)[None], "five", torch.tensor(99)):
+    for wrong in (past, 2.5, torch.tensor([2.5, 3, 9]), int32(99)[None], "five", torch.tensor(99)):
         for pair in (grown, cache[0]):
             assert views("attend", *pair, False, wrong)[0].shape == pair[0].shape
-            assert views("attend", *pair, False, 0, 0, wrong)[0].shape[0] == ROWS
+            length = 5 if wrong is past else 0
+            assert views("attend", *pair, False, length, 0, wrong)[0].shape[0] == ROWS
 
 
 # --- what is refused ----------------------------------------------------------------------------------------
