@@ -183,23 +183,6 @@ def test_an_append_by_the_kernel_grows_both_tensors(host, seen, backend, heads_f
         assert torch.equal(ours, plain[0][:, : length + n])
 
 
-@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
-def test_rows_of_different_lengths_by_a_tensor(host, seen, backend):
-    k, v = caches(host, length=9)
-    plain = [plain_like(t, 10) for t in (k, v)]
-    for t in plain:
-        t[:, 9] = 0
-    lengths = torch.tensor([4, 9], dtype=torch.int32)
-    q, new_k, new_v = (noise(2, 1, h, SIZE, seed=i) for i, h in enumerate((4, 2, 2)))
-    options = {"cache_seqlens": lengths, "backend": backend}
-    out = shims.flash_attn_with_kvcache(q, k, v, k=new_k, v=new_v, **options)
-    assert k.length == v.length == 10
-    assert torch.equal(k[0, 4], new_k[0, 0]) and torch.equal(v[1, 9], new_v[1, 0])
-    for b, n in enumerate((5, 10)):
-        want = exact(q[b], k[b], v[b], n)
-        assert (out[b].double() - want.double()).abs().max() < 0.02
-
-
 def test_an_int_below_the_length_attends_to_that_many(host, seen):
     k, v = caches(host, length=9)
     k[:, 5:].fill_(float("nan")), v[:, 5:].fill_(float("nan"))
@@ -244,7 +227,6 @@ def test_no_room_for_v_leaves_k_as_it_was(pool_factory, seen):  # I8, I9
 OVER_READ = """
 import fake_flash
 from vtensor.integrations import flash_attention as shims
-from vtensor.integrations.full_extent import FullExtent
 from vtensor.integrations.full_extent import FullExtent
 
 seen = fake_flash.install("fa3", "fa4")

@@ -66,13 +66,17 @@ def test_shorter_rows_append_where_there_is_room(host, seen, backend):  # noqa: 
     """The tensors grow with the longest row, and not before it reaches their end."""
     k, v = caches(host, length=40, capacity=45)
     lengths = int32(12, 37)
-    q, new = noise(2, 1, HEADS, SIZE), noise(2, 1, HEADS, SIZE, seed=5)
+    q, *new = (noise(2, 1, h, SIZE, seed=h) for h in (HEADS * GROUPS, HEADS, HEADS))
     for _ in range(8):
-        shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, backend=backend)
+        out = shims.flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=lengths, backend=backend)
+        for row, at in enumerate(lengths):
+            assert torch.equal(k[row, at], new[0][row, 0]) and torch.equal(v[row, at], new[1][row, 0])
+            want = exact(q[row], k[row], v[row], at + 1)
+            assert (out[row].double() - want.double()).abs().max() < 0.02
         lengths += 1
         assert k.length == v.length == max(40, int(lengths[1]))
     with pytest.raises(vtensor.CapacityExceeded):
-        shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, backend=backend)
+        shims.flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=lengths, backend=backend)
     assert k.length == v.length == 45
 
 
