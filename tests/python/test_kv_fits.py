@@ -134,10 +134,8 @@ def test_pages_that_work_still_uses_are_waited_for_if_asked(sim, stream_pool):
         cache.free(slot)
         wanted = [4 * UNIT if at == other else 0 for at in range(MAX_BATCH)]
         assert not cache.fits(wanted)
-        released = threading.Timer(0.05, sim.release, [stream])
-        released.start()
+        threading.Timer(0.05, sim.release, [stream]).start()
         assert cache.fits(wanted, wait=True)
-        released.join()
         begun = time.monotonic()
         wanted[other] += 1
         assert not cache.fits(wanted, wait=1)  # nothing leaves
@@ -152,10 +150,8 @@ def test_a_page_that_the_other_slot_truncates_needs_no_copy_once_it_has_left(sim
         (fork,) = cache.fork(slot)
         stream = sim.stream(held=True)
         cache.truncate(slot, UNIT, stream)
-        released = threading.Timer(0.05, sim.release, [stream])
-        released.start()
+        threading.Timer(0.05, sim.release, [stream]).start()
         assert grown(cache, fork, UNIT + 2) and used(cache) == 2 * RANGES
-        released.join()
         check_contents(cache, fork, range(UNIT + 1))
 
 
