@@ -281,6 +281,14 @@ class Finished:
         return self
 
 
+def run_process(*command: object, timeout: float = 100.0, **options) -> Finished:
+    """Runs a command as a process of its own, from its beginning to its end."""
+    ended = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=timeout, **options
+    )
+    return Finished(ended.returncode, ended.stdout, ended.stderr)
+
+
 _server: subprocess.Popen | None = None
 
 _PRELUDE = f"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import vtensor
-from support import ROOT
+from support import ROOT, run_process
 
 sys.path.append(str(ROOT))
 
@@ -150,21 +149,16 @@ def test_every_benchmark_runs_and_every_count_holds_its_bar(tmp_path, subtests):
     written = tmp_path / "results.json"
     # The vtensor that the tests use, also where another lies in the current folder.
     paths = [str(Path(vtensor.__file__).parents[1]), str(ROOT)]
-    finished = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--quick", "--json", str(written)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert written.exists(), finished.stderr
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--json", written]
+    finished = run_process(*command, cwd=ROOT, env=environment, timeout=280)
+    assert written.exists(), finished.err
     assert str(ROOT) not in written.read_text(), "nothing says where things lie"
     benchmarks = json.loads(written.read_text())["benchmarks"]
     assert [benchmark["name"] for benchmark in benchmarks] == list(BENCHMARKS)
     for benchmark in benchmarks:
         with subtests.test(benchmark["name"]):
-            assert benchmark["error"] is None, finished.stderr
+            assert benchmark["error"] is None, finished.err
             if benchmark["skipped"]:
                 pytest.skip(benchmark["skipped"])
             assert benchmark["figures"] and benchmark["seconds"] < 30
@@ -173,4 +167,4 @@ def test_every_benchmark_runs_and_every_count_holds_its_bar(tmp_path, subtests):
                 for spread in (figure["value"], figure["control"], figure["ours"], figure["baseline"]):
                     assert spread is None or spread["p10"] <= spread["median"] <= spread["p90"]
                 assert (figure["passed"] is None) == (figure["bar"] is None or not figure["counted"])
-                assert not figure["counted"] or figure["passed"] is not False, finished.stdout
+                assert not figure["counted"] or figure["passed"] is not False, finished.out

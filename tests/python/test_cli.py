@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import vtensor
-from support import run_command, sometimes
+from support import eventually, run_command, run_process, sometimes
 from vtensor import cli, testing
 from vtensor._base import starting
 from vtensor.cli import bench, main
@@ -170,19 +169,15 @@ def test_a_closed_pipe_is_no_traceback(arguments: list[str], tmp_path: Path) -> 
 
 
 def test_no_standard_output_at_all(tmp_path: Path) -> None:
-    command = f'exec "{sys.executable}" -m vtensor info >&-'
-    result = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (0, "")
+    ended = run_process("sh", "-c", f'exec "{sys.executable}" -m vtensor info >&-', cwd=tmp_path)
+    assert (ended.code, ended.err) == (0, "")
 
 
 def test_interrupted_while_torch_is_imported(tmp_path: Path) -> None:
     def is_interrupted() -> bool:
         process = start("info", cwd=tmp_path)
         maps = Path(f"/proc/{process.pid}/maps")
-        until = time.monotonic() + 60
-        while process.poll() is None and "libtorch" not in maps.read_text():
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        eventually(lambda: process.poll() is not None or "libtorch" in maps.read_text(), 60)
         process.send_signal(signal.SIGINT)
         shown = process.communicate(timeout=60)
         if process.returncode == 0:  # it had come to its end

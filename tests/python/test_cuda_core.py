@@ -5,7 +5,6 @@ Each test runs in a process of its own, which finds the simulated libcuda where 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cuda_support import needs_simcuda, with_libcuda
+from support import run_process
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 pytestmark = needs_simcuda
@@ -32,11 +32,8 @@ assert device.name == "simulated libcuda (test double)"
 
 
 def over_simulation(tmp_path: Path, code: str) -> None:
-    command = [sys.executable, "-c", BEGIN + textwrap.dedent(code), str(Path(__file__).parent)]
-    finished = subprocess.run(
-        command, env=with_libcuda(tmp_path), capture_output=True, text=True, timeout=100
-    )
-    assert (finished.returncode, finished.stdout) == (0, "over\n"), finished.stderr
+    command = [sys.executable, "-c", BEGIN + textwrap.dedent(code), Path(__file__).parent]
+    assert run_process(*command, env=with_libcuda(tmp_path)).check().out == "over\n"
 
 
 def test_a_virtual_memory_resource_allocates_grows_and_frees(tmp_path):

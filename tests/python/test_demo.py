@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,28 +18,18 @@ from vtensor.integrations.demo import measure, model, report
 from vtensor.integrations.transformers import VTensorCache
 
 import vtensor
+from support import run_process
 
 # One thread: two that wait for each other are slow where the machine is busy.
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "vtensor", *arguments]
-
-
 @pytest.mark.slow
 @pytest.mark.seconds(200)
 def test_quick_demo_reports_and_draws(tmp_path: Path) -> None:
-    result = subprocess.run(
-        command("demo", "--quick", "--json", "--picture", "folder/pages.png"),
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)  # nothing else is on standard output
+    command = [sys.executable, "-m", "vtensor", "demo", "--quick", "--json", "--picture", "folder/pages.png"]
+    result = run_process(*command, cwd=tmp_path, env=ENVIRONMENT, timeout=180).check()
+    report = json.loads(result.out)  # nothing else is on standard output
     rows = {row["cache"]: row for row in report["rows"]}
     assert list(rows) == ["DynamicCache", "StaticCache", "preallocated", "VTensorCache"]
 
@@ -66,7 +55,7 @@ def test_quick_demo_reports_and_draws(tmp_path: Path) -> None:
     picture = (tmp_path / "folder" / "pages.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert struct.unpack(">II", picture[16:24]) > (1000, 600)
-    assert "generating" in result.stderr  # progress
+    assert "generating" in result.err  # progress
 
 
 def test_a_picture_that_cannot_be_written(monkeypatch) -> None:

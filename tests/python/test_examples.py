@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from support import ROOT, run_snippet
+from support import ROOT, run_process, run_snippet
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS = {"decode_loop": ["tqdm"], "exploration": ["matplotlib", "hypothesis"], "watch": ["matplotlib"]}
@@ -45,14 +44,8 @@ def test_the_project_that_uses_vtensor_passes_its_own_tests(tmp_path: Path) -> N
         "import vtensor\nkept = []\n"
         "def test_leaks():\n    kept.append(vtensor.zeros(9, grow_dim=0, capacity=99))\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rsE", "-p", "no:cacheprovider"],
-        cwd=project,
-        env=environment | {"PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "4 passed, 1 skipped, 1 error" in ran.stdout and "names no simulated libcuda" in ran.stdout
-    assert "ERROR tests/test_leak.py::test_leaks" in ran.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-rsE", "-p", "no:cacheprovider"]
+    ran = run_process(*command, cwd=project, env=environment | {"PYTHONPATH": "."})
+    assert ran.code == 1, ran.out + ran.err
+    assert "4 passed, 1 skipped, 1 error" in ran.out and "names no simulated libcuda" in ran.out
+    assert "ERROR tests/test_leak.py::test_leaks" in ran.out

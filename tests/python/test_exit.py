@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 
 import pytest
@@ -15,12 +14,14 @@ from kv_support import make_cache
 from support import (
     HERE,
     PER_PAGE,
+    Finished,
     check_endings,
     eventually,
     filled,
     memfd_mappings,
     memfds,
     open_pool,
+    run_process,
     run_snippet,
     same_bytes,
     simcuda_leaks,
@@ -209,7 +210,4 @@ def test_a_process_of_its_own_exits_clean():
         "p = vtensor.Pool('cpu', budget=1 << 20)\n"
         "u = vtensor.empty(2, 0, 5, grow_dim=1, capacity=9, pool=p)\n"
     )
-    finished = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=60
-    )
-    assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
+    assert run_process(sys.executable, "-c", code, cwd=HERE) == Finished(0, "", "")

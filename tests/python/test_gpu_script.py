@@ -4,12 +4,11 @@ kept where something fails."""
 from __future__ import annotations
 
 import os
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 
-from support import ROOT
+from support import ROOT, run_process
 
 SCRIPT = ROOT / "scripts" / "gpu.sh"
 PYTHON = """#!/usr/bin/env bash
@@ -42,13 +41,9 @@ def gpu_script(tmp_path):
         out, said = tmp_path / "out", tmp_path / "said"
         own = {"PYTHON3": str(python), "OUT": str(out), "SAID": str(said)}
         own |= {"GPU": "0" if gpu else "1", "FAILS": fails}
-        finished = subprocess.run(
-            [SCRIPT, *arguments], env=os.environ | own, capture_output=True, text=True, timeout=100
-        )
+        done = run_process(SCRIPT, *arguments, env=os.environ | own)
         files = {path.name: path.read_text().splitlines() for path in out.iterdir()}
-        return SimpleNamespace(
-            said=said.read_text().splitlines(), files=files, code=finished.returncode, err=finished.stderr
-        )
+        return SimpleNamespace(said=said.read_text().splitlines(), files=files, code=done.code, err=done.err)
 
     return run
 

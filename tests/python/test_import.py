@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from vtensor.integrations.vllm import TESTED
 
-from support import ROOT, import_beside, run_program
+from support import ROOT, Finished, import_beside, run_process, run_program
 from vtensor import _core
 
 IMPORT_LIMIT_MS = 60  # of CPU time, that `import vtensor` adds to `import torch`
@@ -66,11 +66,12 @@ assert not commands, commands
     run_program(code, cwd=tmp_path).check()
 
 
+def check_wheel(*files: object) -> Finished:
+    return run_process(sys.executable, ROOT / "scripts/check_wheel.py", *files)
+
+
 def test_the_extension_links_no_cuda_and_no_torch_and_lets_out_three_symbols() -> None:
-    checked = subprocess.run(
-        [sys.executable, ROOT / "scripts/check_wheel.py", _core.__file__], capture_output=True, text=True
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    check_wheel(_core.__file__).check()
 
 
 def test_the_check_of_a_wheel_sees_what_is_wrong(tmp_path: Path) -> None:
@@ -83,17 +84,15 @@ def test_the_check_of_a_wheel_sees_what_is_wrong(tmp_path: Path) -> None:
     compiler = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o"]
     subprocess.run([*compiler, cuda, tmp_path / "cuda.c", "-Wl,-soname,libcuda.so.1"], check=True)
     subprocess.run([*compiler, wrong, source, cuda], check=True)
-    checked = subprocess.run(
-        [sys.executable, ROOT / "scripts/check_wheel.py", wrong], capture_output=True, text=True
-    )
-    assert checked.returncode == 1
+    checked = check_wheel(wrong)
+    assert checked.code == 1
     for word in (
         "links libcuda",
         "lets out more",
         "not let out PyInit__core",
         "linked with has cuMemMap, missing",
     ):
-        assert word in checked.stdout
+        assert word in checked.out
 
 
 def test_import_works_where_nothing_but_torch_is_installed(tmp_path: Path) -> None:
@@ -126,9 +125,8 @@ def test_a_wheel_for_a_later_c_library_is_seen(tmp_path: Path) -> None:
     for name in names:
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
             archive.write(_core.__file__, "vtensor/_core.abi3.so")
-    command = [sys.executable, ROOT / "scripts/check_wheel.py", *(tmp_path / name for name in names)]
-    checked = subprocess.run(command, capture_output=True, text=True)
-    assert checked.stdout == f"{names[1]}: not for glibc 2.28\n"
+    checked = check_wheel(*(tmp_path / name for name in names))
+    assert checked.out == f"{names[1]}: not for glibc 2.28\n"
 
 
 @pytest.mark.parametrize("command", [["-c", "import vtensor"], ["-m", "vtensor", "info"]])
@@ -136,11 +134,9 @@ def test_sources_without_the_extension_say_so(tmp_path: Path, command: list[str]
     sources = tmp_path / "vtensor"
     shutil.copytree(ROOT / "vtensor", sources, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     # -S: no site-packages, and with them no editable install that would be found first.
-    result = subprocess.run(
-        [sys.executable, "-S", *command], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert result.returncode == 1
-    message = result.stderr.splitlines()[-1]
+    result = run_process(sys.executable, "-S", *command, cwd=tmp_path)
+    assert result.code == 1
+    message = result.err.splitlines()[-1]
     assert message.startswith(f"ImportError: [import vtensor] {sources} is vtensor's source folder")
     assert "Run it elsewhere" in message and "scripts/build.sh" in message
 
@@ -190,10 +186,7 @@ def test_wheel_builds_offline(tmp_path: Path) -> None:
         ],
     ]
     for command in commands:
-        result = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=590
-        )
-        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+        run_process(*command, cwd=tmp_path, env=environment, timeout=590).check()
 
     (wheel,) = tmp_path.glob("vtensor-*.whl")
     with zipfile.ZipFile(wheel) as archive:
