@@ -20,7 +20,6 @@ from support import (
     filled,
     open_pool,
     quarter,
-    sometimes,
 )
 from vtensor import testing
 
@@ -388,24 +387,6 @@ def test_an_eviction_waits_for_a_named_stream(sim, stream_pool):
     threading.Timer(0.1, sim.release, [stream]).start()
     quarter(pool, 4).fill_(1)
     assert sim.pending(stream) == 0
-
-
-def test_no_more_goes_while_what_is_on_its_way_out_suffices(sim, stream_pool):
-    pool = stream_pool(pages=32, prefetch=8 * PAGE, cache=32 * PAGE)
-
-    def no_more_goes() -> bool:
-        arena = vtensor.Arena(32 * PAGE, pool=pool)
-        arena.map([(0, 32 * PAGE)])
-        arena.unmap([(0, 32 * PAGE)])
-        sim.late_events(queries=3)
-        quarter(pool, 4).fill_(1)
-        sim.late_events()
-        cached = arena.stats().pages_cached
-        arena.close()
-        pool.wait_idle()
-        return cached >= 30  # an eviction gives up a sixteenth
-
-    assert sometimes(no_more_goes)  # it waits for 0.2 s
 
 
 def test_more_goes_where_what_is_on_its_way_out_takes_long(sim, stream_pool):
