@@ -33,13 +33,13 @@ def announced(cache, slot: int, length: int = PROMPT) -> bool:
     return answer
 
 
-def steps_without_a_call(cache, slot: int, length: int = PROMPT) -> None:
+def steps_without_a_call(cache, slot: int, length: int = PROMPT, *, prefix: int = 0) -> None:
     cache.pool.wait_idle()
     assert announced(cache, slot, length)
     before = calls_of(cache.pool)
     assert grown(cache, slot, length)
     assert calls_of(cache.pool) == before
-    write(cache, slot, 0, range(length))
+    write(cache, slot, prefix, range(prefix, length))
     check_contents(cache, slot, range(length))
     testing.check_invariants(cache.pool)
 
@@ -123,12 +123,7 @@ def test_a_request_that_begins_with_a_prefix(pool_of):
         slot = cache.alloc([*range(3 * UNIT), 1])
         assert cache.length(slot) == 3 * UNIT
         assert not announced(cache, slot)
-        cache.pool.wait_idle()
-        assert announced(cache, slot)
-        before = calls_of(cache.pool)
-        assert grown(cache, slot, PROMPT)
-        assert calls_of(cache.pool) == before
-        check_contents(cache, slot, range(3 * UNIT))
+        steps_without_a_call(cache, slot, prefix=3 * UNIT)
 
 
 def test_what_does_not_fit_gives_nothing_up(pool_of):
