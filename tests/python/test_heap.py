@@ -8,8 +8,6 @@ import os
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import vtensor
 from support import beside, calls, calls_since, filled, quarter, run_snippet
@@ -85,43 +83,6 @@ def test_sizes_from_none_to_more_than_there_is(pool):
         assert whole
         free(whole), free(none), free(one)
         empty(pool, core)
-
-
-@given(data=st.data())
-@pytest.mark.parametrize("prefetch", [0, 8 * PAGE])
-def test_random_programs(pool_factory, kind, prefetch, data):
-    """Against a plain model: what lives keeps its bytes, nothing overlaps, all of the budget can be had."""
-    pool = pool_factory(kind, 24, prefetch=prefetch)
-    live: dict[int, tuple[int, int]] = {}  # address: bytes, mark
-    with inside(pool) as core:
-        try:
-            for mark in range(1, 25):
-                if live and data.draw(st.booleans()):
-                    address = data.draw(st.sampled_from(sorted(live, key=lambda a: live[a][1])))
-                    nbytes, written = live.pop(address)
-                    assert content(address, nbytes) == bytes([written]) * nbytes
-                    free(address, nbytes)
-                    continue
-                nbytes = data.draw(st.integers(0, 3000) | st.integers(2000, 12 * PAGE))
-                address = allocate(nbytes)
-                if address is None:
-                    pages = sum(n // PAGE + 2 for n, _ in live.values()) + nbytes // PAGE + 2
-                    assert pages > 24, _core.take_heap_refusal()
-                    continue
-                assert all(address + nbytes <= at or at + n <= address for at, (n, _) in live.items())
-                assert max(content(address, nbytes), default=0) <= 24, "another's bytes (I7)"
-                fill(address, nbytes, mark)
-                live[address] = nbytes, mark
-                assert core.counts().allocations == len(live)
-            testing.check_invariants(pool)
-            for address in live:
-                free(address)
-            live.clear()
-            empty(pool, core)
-        finally:
-            for address in live:
-                free(address)
-            pool.close()
 
 
 # --- calls ------------------------------------------------------------------------------------------------
