@@ -98,18 +98,6 @@ def test_after_a_step_that_was_cut_off():
         assert "larger budget" in done["never"].error and engine.unfinished == 0
 
 
-def test_a_plan_names_the_cancelled():
-    with opened("host", 60) as cache:
-        scheduler = Scheduler(cache)
-        group = scheduler.add(LONG)
-        scheduler.cancel("long")
-        assert scheduler.cancelled == [group] and scheduler.unfinished == 0
-        plan = scheduler.plan()
-        assert not plan and plan.cancelled == [group] and scheduler.cancelled == []
-        scheduler.abandon(plan)
-        assert scheduler.cancelled == [group]
-
-
 @pytest.mark.parametrize("shown", [None, True, False])
 def test_progress(capsys, monkeypatch, shown):
     """Once a second has passed; unless it is asked for, on a terminal only."""
