@@ -7,7 +7,7 @@ import torch
 from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
-from support import SHAPE_OF_A_MESSAGE, run_snippet
+from support import SHAPE_OF_A_MESSAGE
 
 PER_PAGE = 32  # positions of [., ., 2, 16] in float32 to a page
 
@@ -120,17 +120,3 @@ def test_a_tensor_that_moved_or_ended(host):
         FullExtent(torch.zeros(3))
     with pytest.raises(vtensor.InvalidArgument, match="capacity is 0"):
         FullExtent(vtensor.empty(1, 0, 8, grow_dim=1, capacity=0, pool=host))
-
-
-def test_holes_fault_where_they_would_on_cuda():
-    died = run_snippet(
-        """
-        from vtensor.integrations.full_extent import FullExtent
-        pool = testing.host_pool(page_size=4096, budget=4096 * 64)
-        t = vtensor.empty(1, 5, 2, 16, grow_dim=1, capacity=1024, pool=pool)
-        full = FullExtent(t).cover(5)
-        print(full.tensor[0, 127].sum().item(), flush=True)
-        full.tensor[0, 128].sum()
-        """
-    )
-    assert died.out == "0.0\n" and died.code in (-7, -11)
