@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from contextlib import suppress
 
@@ -52,13 +51,11 @@ def test_the_extent_of_the_beginning_is_held(sim, pool):
     """Kernels launched in the lease run over pages that were given back before the launch; here in the
     current stream, which is meant where none is named."""
     t = filled(pool, 32, 1)
-    view = t.alias()
+    address, nbytes = t.data_ptr(), t.numel()
     with vtensor.lease(t):
         t.truncate(0)
         sim.hold(0)
-        sim._done("simcuda_launch", 0, view.data_ptr(), view.numel(), 5)
-        del view
-        gc.collect()
+        sim._done("simcuda_launch", 0, address, nbytes, 5)
     go_with(sim, pool, 0)
 
 
@@ -308,20 +305,6 @@ def test_a_captured_lease_lasts_for_the_graphs_life(sim, pool):
     sim.destroy_executable(executables[1])
     eventually(lambda: held(pool) == 0)
     assert t.data_ptr() == address and t.eq(7).all()
-
-
-def test_a_graph_destroyed_while_it_is_replayed(sim, pool):
-    """CUDA lets a graph's user objects go only once its launches are over."""
-    stream = sim.stream()
-    t = filled(pool, 16, 1)
-    graph = captured(sim, pool, t, stream)
-    executable = sim.instantiate(graph)
-    sim.destroy_graph(graph)
-    sim.hold(stream)
-    sim.replay(executable, stream)
-    sim.destroy_executable(executable)
-    t.close()
-    go_with(sim, pool, stream)
 
 
 @pytest.mark.parametrize("operation", ["fork", "unshare", "extend", "reallocate"])
