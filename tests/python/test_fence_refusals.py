@@ -46,21 +46,6 @@ def test_giving_back_is_refused_and_tried_again(sim, stream_pool, ahead, call, r
     assert pool.stats().pages_mapped == pool.stats().nbytes_reserved == 0
 
 
-def test_the_mapper_looks_again_without_another_call(sim, stream_pool):
-    """At pages that wait for work, and at those whose unmapping was refused."""
-    pool = stream_pool(prefetch=AHEAD, cache=0)
-    t = filled(pool, 32, 1)
-    sim.hold()
-    sim.kernel(0, t)
-    t.truncate(16)
-    assert not within(0.3, lambda: pool.stats().pages_pinned == 0)
-    sim.release()
-    eventually(lambda: pool.stats().pages_pinned == 0)
-    sim.fail("cuMemUnmap", 0, 2)
-    t.truncate(0)
-    eventually(lambda: pool.stats().pages_pinned == 0)
-
-
 @WORKERS
 def test_a_refused_question_loses_no_fence(sim, stream_pool, ahead):
     """The first fence has passed, the second cannot be asked about, the third has not passed."""
