@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -374,19 +373,6 @@ def test_a_block_waits_on_the_device_for_the_zeroing_of_what_was_prepared(sim, s
     assert sim.pending(0) > 0  # waits
     sim.release()
     assert arena.tensor[: 3 * PAGE].eq(7).all()
-
-
-def test_an_eviction_waits_for_a_named_stream(sim, stream_pool):
-    pool = stream_pool(pages=8, prefetch=8 * PAGE, cache=8 * PAGE)
-    arena = vtensor.Arena(8 * PAGE, pool=pool)
-    stream = sim.stream(held=True)
-    arena.map([(0, 8 * PAGE)])
-    sim.kernel(stream, arena.tensor, writes=4)
-    arena.unmap([(0, 8 * PAGE)], stream=stream)
-    assert pool.stats().pages_used == 8
-    threading.Timer(0.1, sim.release, [stream]).start()
-    quarter(pool, 4).fill_(1)
-    assert sim.pending(stream) == 0
 
 
 def test_more_goes_where_what_is_on_its_way_out_takes_long(sim, stream_pool):
