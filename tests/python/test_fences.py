@@ -98,21 +98,6 @@ def test_views_are_waited_for_too(sim, stream_pool, ahead):
 
 
 @WORKERS
-def test_nobody_else_gets_a_page_that_is_in_use(sim, stream_pool, ahead):
-    """The budget's last pages wait for a kernel: a growth that needs them waits too, and gets zeros (I7)."""
-    pool = stream_pool(pages=8, prefetch=ahead, cache=0)
-    stream = sim.stream(held=True)
-    t = filled(pool, 32, 5)
-    sim.kernel(stream, t, writes=6)
-    t.close(stream=stream)
-    threading.Timer(0.15, sim.release, [stream]).start()
-    with filled(pool, 0) as u:
-        u.extend(32)
-        assert sim.pending(stream) == 0
-        assert not u.any()
-
-
-@WORKERS
 def test_out_of_order(sim, stream_pool, ahead):
     """Each tensor's pages go when its own work has passed, the last one's first."""
     pool = stream_pool(prefetch=ahead, cache=0)
