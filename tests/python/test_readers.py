@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import time
+from contextlib import suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Listener
 from multiprocessing.reduction import ForkingPickler
@@ -22,7 +23,7 @@ import torch
 import vtensor
 from cuda_support import device
 from interrupts import Outcome, at_every_bytecode
-from kv_support import make_cache
+from kv_support import grown, lengths_with, make_cache
 from reader_process import (
     CONTEXT,
     HANDLES,
@@ -34,7 +35,7 @@ from reader_process import (
     rows,
     write_and_die,
 )
-from support import eventually, open_files, open_pool, run_program, simcuda_library
+from support import eventually, kernel_mappings, open_files, open_pool, run_program, simcuda_library
 from vtensor import VTensor, sharing, testing
 from vtensor._base.units import byte_text
 from vtensor._pool import sleep as _sleep
@@ -270,7 +271,7 @@ def test_forks_and_their_writes(pool, other):
     other.sync(), other.sync("child")
     assert torch.equal(other.read()[:, :300], before)
     assert torch.equal(other.read(), t) and torch.equal(other.read("child"), child)
-    other.close(), other.close("child")
+    other.close("child")
 
 
 @on_the_host
@@ -550,11 +551,11 @@ def test_what_is_not_ours_is_refused(pool, tmp_path, wrong):
         os.close(of_memory)
         of_memory = os.memfd_create("cut")
     descriptors = open_files()
-    mappings = len(open("/proc/self/maps").readlines())
+    mappings = len(kernel_mappings())
     with pytest.raises(vtensor.InvalidArgument, match="cannot be read"):
         read(of_memory, of_range, words=words)
     assert open_files() == descriptors - 2
-    assert len(open("/proc/self/maps").readlines()) <= mappings
+    assert len(kernel_mappings()) <= mappings
 
 
 @on_the_host
@@ -619,24 +620,17 @@ def test_handing_over_that_is_interrupted_leaves_no_descriptor(pool, monkeypatch
 
 
 def test_each_refused_call_of_a_writer_leaves_it_as_it_was(pool):
-    refused = True
     for call in itertools.count():
-        if not refused:
-            break
-        t = rows(pool, 10)
-        pool._core.fail_after(call, 1)
-        try:
-            memory, of_range = opened(t)
-        except vtensor.DriverError:
-            pool._core.disarm()
-            memory, of_range = opened(t)
-        refused = bool(pool._core.refused_calls())
-        pool._core.disarm()
-        core = read(memory, of_range)
+        t, descriptors = rows(pool, 10), None
+        with testing.fail_after(pool, call) as refused, suppress(vtensor.DriverError):
+            descriptors = opened(t)
+        core = read(*(descriptors or opened(t)))
         core.sync()
         assert core.words == [0, 10]
         core.close()
         t.append(torch.ones(2, 1, 64)).close()
+        if not refused:
+            break
 
 
 def test_a_refused_sync_shows_what_was_there(pool, kind):
@@ -714,22 +708,18 @@ def test_a_cache_shows_whole_steps(pool, other):
     for n in (5, 40, 41, 300):
         lengths[slots[0]], lengths[slots[1]] = n, n // 2
         assert cache.step(lengths)
-        for k, v in (cache[layer] for layer in range(cache.num_layers)):
-            for slot in slots:
-                k[slot, : lengths[slot]] = torch.randn_like(k[slot, : lengths[slot]])
-                v[slot, : lengths[slot]] = torch.randn_like(v[slot, : lengths[slot]])
+        for tensor, slot in itertools.product(itertools.chain(*cache), slots):
+            tensor[slot, : lengths[slot]].normal_()
         assert other.sync() is True and other.lengths() == lengths
-        for layer in range(cache.num_layers):
-            for slot in slots:
-                for seen, own in zip(other.layer(layer, slot, lengths[slot]), cache[layer], strict=True):
-                    assert torch.equal(seen, own[slot, : lengths[slot]])
+        for layer, slot in itertools.product(range(cache.num_layers), slots):
+            for seen, own in zip(other.layer(layer, slot, lengths[slot]), cache[layer], strict=True):
+                assert torch.equal(seen, own[slot, : lengths[slot]])
     cache.truncate(slots[0], 7)
     cache.free(slots[1])
     lengths[slots[0]], lengths[slots[1]] = 7, 0
-    assert other.sync() is True and other.lengths() == lengths
-    (forked,) = cache.fork(slots[0], 1)
-    lengths[forked] = 7
-    assert other.sync() is True and other.lengths() == lengths
+    assert other.sync() is True and other.lengths() == lengths == cache.lengths
+    cache.fork(slots[0], 1)
+    assert other.sync() is True and other.lengths() == cache.lengths
     shown = other.layer(0, slots[0], 7)
     cache.close()
     assert other.sync()[0] == "Closed"
@@ -741,7 +731,7 @@ def test_a_freed_slot_shows_what_it_had_until_it_is_used_again(kind, other):
     """Also while the worker has nothing else to do than to zero its pages for the next request."""
     with shareable(kind, prefetch=64 * PAGE) as pool, make_cache(pool) as cache:
         slot = cache.alloc()
-        assert cache.step([20 if i == slot else 0 for i in range(cache.max_batch)])
+        assert grown(cache, slot, 20)
         for tensor in cache[0]:
             tensor[slot, :20] = 7
         other.receive(cache)
@@ -752,7 +742,7 @@ def test_a_freed_slot_shows_what_it_had_until_it_is_used_again(kind, other):
         other.sync()
         other.close()
         again = cache.alloc()
-        assert cache.step([20 if i == again else 0 for i in range(cache.max_batch)])
+        assert grown(cache, again, 20)
         assert not cache[0][0][again, :20].any()
 
 
@@ -761,65 +751,41 @@ def test_a_slot_has_no_tokens_before_its_prefix_is_mapped(kind, other):
         cache = make_cache(pool, max_batch=3, max_len=512, lookahead=16)
         tokens = torch.arange(400)
         slot = cache.alloc()
-        lengths = [0, 0, 0]
-        lengths[slot] = 300
-        assert cache.step(lengths)
+        assert grown(cache, slot, 300)
         cache[0][0][slot, :300] = 3
         cache.publish(slot, tokens[:300])
         other.receive(cache)
         cache.free(slot)
-        lengths[slot] = 0
         pool.wait_idle()
         hit = cache.alloc(tokens, deferred=True)
         found = cache.length(hit)
         assert found > 0
         other.sync()
         assert other.lengths()[hit] == 0
-        lengths[hit] = found
-        assert cache.step(lengths)
-        assert other.sync() is True and other.lengths() == lengths
+        assert grown(cache, hit, found)
+        assert other.sync() is True and other.lengths() == cache.lengths
         assert bool((other.layer(0, hit, found)[0] == 3).all())
         other.close()
         cache.close()
 
 
-@pytest.mark.parametrize("idle", [False, True], ids=["wait", "wait_idle"])
-def test_a_swapped_slot_has_no_tokens_until_it_is_whole_again(pool, other, idle):
-    cache = make_cache(pool, max_batch=2, max_len=512)
+@pytest.mark.parametrize(
+    ("idle", "bands"), [(False, None), (True, None), (False, [0])], ids=["wait", "wait_idle", "a band"]
+)
+def test_a_swapped_slot_has_no_tokens_until_it_is_whole_again(pool, other, idle, bands):
+    """Nor has one whose other band is here: its length is not 0."""
+    cache = make_cache(pool, max_batch=2, max_len=512, bands=2 if bands else 1)
     slot = cache.alloc()
-    lengths = [0, 0]
-    lengths[slot] = 100
+    lengths = lengths_with(cache, slot, 100)
     assert cache.step(lengths)
-    k = cache[0][0]
-    k[slot, :100] = 3
-    other.receive(cache)
-    assert other.lengths() == lengths
-    cache.swap_out([slot])
-    assert other.sync() is True and other.lengths() == [0, 0]
-    cache.swap_in([slot])
-    pool.wait_idle() if idle else cache.wait(slot)
-    assert other.sync() is True and other.lengths() == lengths
-    assert bool((other.layer(0, slot, 100)[0] == 3).all())
-    other.close()
-    cache.close()
-
-
-def test_a_slot_with_a_band_in_host_memory_has_no_tokens(pool, other):
-    """Its other bands are here, and its length is not 0."""
-    cache = make_cache(pool, max_batch=1, max_len=512, bands=2)
-    slot = cache.alloc()
-    assert cache.step([100])
     for k, v in cache:
         k[slot, :100], v[slot, :100] = 3, 3
     other.receive(cache)
-    cache.swap_out([slot], bands=[0])
-    assert cache.lengths == [100]
-    other.sync()
-    assert other.lengths() == [0]
-    cache.swap_in([slot], bands=[0])
-    cache.wait(slot)
-    other.sync()
-    assert other.lengths() == [100]
+    assert other.lengths() == lengths
+    cache.swap_out([slot], bands=bands)
+    assert cache.lengths == (lengths if bands else [0, 0])
+    assert other.sync() is True and other.lengths() == [0, 0]
+    cache.swap_in([slot], bands=bands)
+    pool.wait_idle() if idle else cache.wait(slot)
+    assert other.sync() is True and other.lengths() == lengths
     assert bool((other.layer(0, slot, 100)[0] == 3).all())
-    other.close()
-    cache.close()
