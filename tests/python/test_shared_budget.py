@@ -68,6 +68,14 @@ def held(pool):
     return stats.nbytes_held // PAGE, stats.nbytes_held_by_others // PAGE
 
 
+def refused_after(call, *arguments) -> float:
+    """Seconds, until it was refused for want of memory. One is for who is stopped: all others answer."""
+    began = time.monotonic()
+    with pytest.raises(vtensor.OutOfPages):
+        call(*arguments)
+    return time.monotonic() - began
+
+
 LAST_REQUEST = 12  # in the file, behind the magic number and the layout
 
 
@@ -297,15 +305,8 @@ def test_a_refusal_is_quick_and_changes_nothing(kind, name):
     with budgeted(name, kind=kind) as pool, Other(kind, name) as other:
         other("grow", 60)
         t = pages(pool, 2)
-
-        def refusal_is_quick(n: int) -> bool:
-            began = time.monotonic()
-            with pytest.raises(vtensor.OutOfPages):
-                t.extend(n)
-            return time.monotonic() - began < 0.9  # all have answered: nobody waits for the bound
-
         for n in (3, 62, 100):
-            assert sometimes(lambda n=n: refusal_is_quick(n))
+            assert sometimes(lambda n=n: refused_after(t.extend, n) < 0.9)
         assert len(t) == 2 and held(pool) == (2, 60)
 
 
@@ -314,10 +315,7 @@ def test_who_is_stopped_is_waited_for_with_a_bound(name):
         other("grow", 60)
         other("close")
         other.stop()
-        began = time.monotonic()
-        with pytest.raises(vtensor.OutOfPages):
-            pages(pool, 10)
-        assert 0.9 < time.monotonic() - began < 20
+        assert 0.9 < refused_after(pages, pool, 10) < 20
         os.kill(other.pid, signal.SIGCONT)
         t = pages(pool, 10)
         assert len(t) == 10
@@ -360,7 +358,6 @@ def test_a_cache_counts_what_others_can_do_without(name):
         assert not cache.fits(lengths) and not cache.step(lengths)
         kept.close()
         assert cache.fits(lengths) and cache.step(lengths)
-        cache.close()
 
 
 def prefixes(pool, tokens, **kw):
@@ -383,36 +380,21 @@ def test_prefixes_that_no_request_uses_go_to_who_needs_memory(kind, name):
         assert 0 < keeper.stats().pages_indexed < kept  # some go, and not all
         t.extend(256 - len(t))
         assert keeper.stats().pages_indexed == 0 and held(pool) == (256, 0)
-        t.close()
         cache.close()
 
 
-@contextlib.contextmanager
-def a_full_budget_with_prefixes(name):
-    """A pool, its cache that keeps prefixes, a tensor that has all else, another cache, and a step."""
+@pytest.mark.parametrize("closed", [False, True])
+def test_prefixes_count_as_what_others_can_do_without_as_long_as_their_cache_is_open(name, closed):
     with budgeted(name, 256) as keeper, budgeted(name, 256) as pool:
         cache = prefixes(keeper, 64)
-        t = pages(pool, 256 - held(keeper)[0])
+        kept = [pages(pool, 256 - held(keeper)[0])]
         other = make_cache(pool)
-        yield keeper, cache, t, other, lengths_with(other, other.alloc(), 8)
-        other.close()
-        t.close()
-        cache.close()
-
-
-def test_prefixes_count_as_what_others_can_do_without(name):
-    with a_full_budget_with_prefixes(name) as (keeper, _, _, other, lengths):
+        lengths = lengths_with(other, other.alloc(), 8)
         assert other.fits(lengths) and keeper.stats().pages_indexed > 0
-        assert other.step(lengths)
-
-
-def test_a_closed_cache_promises_nothing(name):
-    with a_full_budget_with_prefixes(name) as (keeper, cache, t, other, lengths):
-        assert other.fits(lengths)
-        cache.close()
-        kept = pages(keeper, 256 - len(t))
-        assert not other.fits(lengths) and not other.step(lengths)
-        kept.close()
+        if closed:
+            cache.close()
+            kept.append(pages(keeper, 256 - len(kept[0])))
+        assert other.fits(lengths) is other.step(lengths) is not closed
 
 
 def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
@@ -564,15 +546,8 @@ def test_what_a_pool_holds_it_uses_without_the_file(name):
 def test_a_pool_that_can_give_nothing_back_answers(name):
     with budgeted(name) as pool, budgeted(name) as other:
         leave_spare(pool, WHOLE)
-
-        def refusal_is_quick() -> bool:
-            began = time.monotonic()
-            with pytest.raises(vtensor.OutOfPages):
-                pages(other, 1)
-            return time.monotonic() - began < 0.9  # a second is for who is stopped
-
         with testing.fail_after(pool, 0, 2**40) as refused:
-            assert sometimes(refusal_is_quick)
+            assert sometimes(lambda: refused_after(pages, other, 1) < 0.9)
             assert refused
         assert len(pages(other, WHOLE)) == WHOLE
 
@@ -696,7 +671,19 @@ class Sampler:
             self.looks += 1
 
 
-def work_together(name, steps, rounds, **options):
+LONG = [pytest.mark.slow, pytest.mark.seconds(600)]
+HOURS = pytest.mark.skipif(not SOAK, reason="VTENSOR_HYPOTHESIS=soak")
+
+
+@pytest.mark.parametrize(
+    ("steps", "rounds", "options"),
+    [
+        (4_000, 2, {}),
+        pytest.param(50_000, 4, {"prefetch": 8 * PAGE}, marks=LONG),
+        pytest.param(500_000, 4, {"prefetch": 8 * PAGE}, marks=[*LONG, HOURS]),
+    ],
+)
+def test_the_budget_holds_through_random_operations(name, steps, rounds, options):
     """Two processes do `steps` operations each; in each of `rounds` a third one works beside them, and is
     killed in the middle."""
     refused = 0
@@ -719,17 +706,3 @@ def work_together(name, steps, rounds, **options):
         t.close()
     assert refused > 0 and sampler.looks > 10
     assert WHOLE * PAGE // 2 < sampler.most <= WHOLE * PAGE
-
-
-def test_the_budget_holds_through_random_operations(name):
-    work_together(name, steps=4_000, rounds=2)
-
-
-@pytest.mark.slow
-@pytest.mark.seconds(600)
-@pytest.mark.parametrize(
-    "steps",
-    [50_000, pytest.param(500_000, marks=pytest.mark.skipif(not SOAK, reason="VTENSOR_HYPOTHESIS=soak"))],
-)
-def test_the_budget_holds_through_many_operations(name, steps):
-    work_together(name, steps, rounds=4, prefetch=8 * PAGE)
