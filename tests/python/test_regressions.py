@@ -31,14 +31,6 @@ def empty(pool, length=0, make=vtensor.empty, **options):
 
 
 @pytest.fixture
-def small():
-    pool = vtensor.Pool("cpu", page_size=4096, prefetch=0)
-    yield pool
-    testing.check_invariants(pool)
-    pool.close()
-
-
-@pytest.fixture
 def shareable():
     pool = vtensor.Pool("cpu", page_size=4096, shareable=True)
     yield pool
@@ -118,27 +110,28 @@ def test_a_failed_own_leaves_its_bytes_to_nobody(pool_factory, pages):
     assert {"cuMemcpyDtoDAsync", "cuEventRecord", "cuMemMap"} <= refused
 
 
-def test_a_pool_closes_all_it_can_and_closes_again(small):
-    t, u = empty(small, 3), empty(small, 3)
-    with testing.fail_after(small, 0, refuse=1000):
-        small.close()
-    assert t.closed and u.closed and small.closed
-    small.close()
+def test_a_pool_closes_all_it_can_and_closes_again(host):
+    t, u = empty(host, 3), empty(host, 3)
+    with testing.fail_after(host, 0, refuse=1000):
+        host.close()
+    assert t.closed and u.closed and host.closed
+    host.close()
+    testing.check_invariants(host)
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_an_interrupted_close_leaves_a_pool_as_open_as_it_was(small, monkeypatch, refused):
+def test_an_interrupted_close_leaves_a_pool_as_open_as_it_was(host, monkeypatch, refused):
     """Open, unless a close before it was refused."""
-    t = empty(small, 3)
+    t = empty(host, 3)
     for error in [vtensor.TimedOut] * refused + [KeyboardInterrupt]:
         with monkeypatch.context() as patch, pytest.raises(error):
             patch.setattr(vtensor.VTensor, "close", Mock(side_effect=error))
-            small.close()
-    assert small.closed == refused and not t.closed
+            host.close()
+    assert host.closed == refused and not t.closed
 
 
-def test_a_reallocation_that_cannot_be_published_leaves_the_tensor(small, monkeypatch):
-    t = empty(small, 7)
+def test_a_reallocation_that_cannot_be_published_leaves_the_tensor(host, monkeypatch):
+    t = empty(host, 7)
     t.fill_(3)
     with monkeypatch.context() as patch:
         patch.setattr("vtensor.tensor._coreless", lambda *args: object())  # which torch gives no storage
@@ -163,8 +156,8 @@ def interrupt(monkeypatch):
     return at
 
 
-def test_an_interrupted_reserve_leaves_a_capacity_that_is_reserved(small, interrupt):
-    t = empty(small)
+def test_an_interrupted_reserve_leaves_a_capacity_that_is_reserved(host, interrupt):
+    t = empty(host)
     interrupt(2)
     with pytest.raises(Interrupt):
         vtensor.together.reserve(t, 16)
@@ -221,11 +214,11 @@ def test_none_among_the_options_of_empty_like_stands_for_its_tensor(pool):
     assert vtensor.empty_like(plain, 9, pool, grow_dim=0, dtype=None).dtype == plain.dtype
 
 
-def test_a_cache_on_device_0_of_the_cpu_takes_a_pool_of_the_cpu(small):
-    with vtensor.KVCache(1, 1, 4, 3, 64, device="cpu:0", pool=small) as cache:
-        assert cache.pool is small
+def test_a_cache_on_device_0_of_the_cpu_takes_a_pool_of_the_cpu(host):
+    with vtensor.KVCache(1, 1, 4, 3, 64, device="cpu:0", pool=host) as cache:
+        assert cache.pool is host
     with pytest.raises(vtensor.InvalidArgument, match="leave one of them out"):
-        vtensor.KVCache(1, 1, 4, 3, 64, device="cuda:0", pool=small)
+        vtensor.KVCache(1, 1, 4, 3, 64, device="cuda:0", pool=host)
 
 
 def test_a_closed_reader_says_so(shareable):
@@ -339,8 +332,8 @@ def test_numbers_of_a_mask_are_not_rounded_nor_cut_to_32_bits(numbers):
     assert mask.known == [1, 1]
 
 
-def test_what_is_made_in_inference_mode_is_used_outside(small):
-    t = vtensor.zeros(2, 4, grow_dim=0, capacity=300, pool=small)
+def test_what_is_made_in_inference_mode_is_used_outside(host):
+    t = vtensor.zeros(2, 4, grow_dim=0, capacity=300, pool=host)
     with torch.inference_mode():
         mask, full = CacheMask(None, 2, 1, 300), FullExtent(t)
     assert mask.update([5, 7]).known == [5, 7]
@@ -432,8 +425,8 @@ def test_a_trace_without_a_time_zone_has_no_summer_time(monkeypatch, tmp_path):
         time.tzset()
 
 
-def test_one_tensor_as_k_and_v_grows_once(small):
-    t = vtensor.zeros(1, 3, 2, 4, grow_dim=1, capacity=64, pool=small)
+def test_one_tensor_as_k_and_v_grows_once(host):
+    t = vtensor.zeros(1, 3, 2, 4, grow_dim=1, capacity=64, pool=host)
     new = torch.randn(1, 1, 2, 4)
     out = flash_attn_with_kvcache(new, t, t, new, new, cache_seqlens=3, causal=True, backend="torch")
     assert t.length == 4 and torch.equal(t[:, 3:], new) and out.shape == new.shape

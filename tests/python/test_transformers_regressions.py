@@ -30,14 +30,15 @@ WINDOW = 8
 
 
 @pytest.fixture
-def pool():
-    pool = vtensor.Pool("cpu", page_size=4096, prefetch=0)
-    yield pool
-    pool.close()
+def in_a_group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
-def test_a_pickled_window_that_records_keeps_its_tokens_and_its_length(pool):
-    layer = VTensorSlidingWindowLayer(WINDOW, None, pool)
+def test_a_pickled_window_that_records_keeps_its_tokens_and_its_length(pages):
+    layer = VTensorSlidingWindowLayer(WINDOW, None, pages)
     layer.activate_past_recording()
     layer.update(*states(1, 20))
     loaded = pickle.loads(pickle.dumps(layer))
@@ -48,9 +49,9 @@ def test_a_pickled_window_that_records_keeps_its_tokens_and_its_length(pool):
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_a_copy_of_a_layer_sleeps_by_the_same_tag(pool, tokens):
+def test_a_copy_of_a_layer_sleeps_by_the_same_tag(pages, tokens):
     """Also in what it stores after a reset, or before the first update."""
-    layer = VTensorLayer(None, pool)
+    layer = VTensorLayer(None, pages)
     layer.tag = "mine"
     if tokens:
         layer.update(*states(1, tokens))
@@ -58,13 +59,13 @@ def test_a_copy_of_a_layer_sleeps_by_the_same_tag(pool, tokens):
     copied.reset()
     copied.update(*states(1, 2))
     layer.reset()
-    assert pool.sleep(contents="discard", tag="mine") > 0
-    pool.wake()
+    assert pages.sleep(contents="discard", tag="mine") > 0
+    pages.wake()
 
 
 @pytest.mark.parametrize("indices", [(0,), (1, 0), (True, False)])
-def test_a_tuple_selects_sequences_as_a_list_does(pool, indices):
-    layer = VTensorLayer(None, pool)
+def test_a_tuple_selects_sequences_as_a_list_does(pages, indices):
+    layer = VTensorLayer(None, pages)
     keys, values = states(2, 3)
     layer.update(keys, values)
     layer.batch_select_indices(indices)
@@ -72,9 +73,9 @@ def test_a_tuple_selects_sequences_as_a_list_does(pool, indices):
 
 
 @pytest.mark.parametrize("indices", [0, torch.tensor(0), torch.tensor([[0, 1]])])
-def test_an_index_without_a_dimension_selects_nothing(pool, indices):
+def test_an_index_without_a_dimension_selects_nothing(pages, indices):
     """I8: the first sequence by its bare number was once taken for none of them."""
-    layer = VTensorLayer(None, pool)
+    layer = VTensorLayer(None, pages)
     layer.update(*states(2, 3))
     with pytest.raises(vtensor.InvalidArgument, match="give positions"):
         layer.batch_select_indices(indices)
@@ -94,10 +95,10 @@ def test_an_interrupted_install_is_one_or_none():
     assert at_every_bytecode(lambda: None, lambda _: default.install(), check, within=default) > 10
 
 
-def test_a_served_models_cache_goes_with_the_last_reference(pool):
+def test_a_served_models_cache_goes_with_the_last_reference(pages):
     """I14: without a collection of garbage."""
     model = make_llama("sdpa")
-    cache = serving_cache(model, 2, 64, pool=pool)
+    cache = serving_cache(model, 2, 64, pool=pages)
     with ServedModel(model, cache) as served:
         done = Engine(Scheduler(cache), served).run([Request("a", [1, 2, 3], 4)])
         assert len(done["a"].tokens[0]) == 4
@@ -112,59 +113,53 @@ def test_a_served_models_cache_goes_with_the_last_reference(pool):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_served_model_has_as_many_heads_as_its_cache_tokens(pool, layout):
+def test_a_served_model_has_as_many_heads_as_its_cache_tokens(pages, layout):
     """The shapes of the two layouts are then the same."""
     model = make_llama("sdpa", num_attention_heads=8, num_key_value_heads=8)
     ids = [5, 6, 7]
     expected = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, 3:].tolist()
-    with serving_cache(model, 2, 8, pool=pool, layout=layout) as cache, ServedModel(model, cache) as served:
+    with serving_cache(model, 2, 8, pool=pages, layout=layout) as cache, ServedModel(model, cache) as served:
         done = Engine(Scheduler(cache), served).run([Request("a", ids, 4)])
     assert done["a"].tokens == [expected]
 
 
-def test_a_model_that_lost_layers_generates_in_agreement_as_without(pool):
+@pytest.mark.usefixtures("in_a_group")
+def test_a_model_that_lost_layers_generates_in_agreement_as_without(pages):
     """I2: a layer of the cache that gets nothing had all others begin anew before each forward."""
     model = make_llama("sdpa")
     model.model.layers = model.model.layers[:1]
     ids, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(ids, **options)
-    cache = VTensorCache(model.config, None, pool)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with in_agreement(model, cache):
-            assert torch.equal(model.generate(ids, **options, **{CACHE: cache}), expected)
-    finally:
-        dist.destroy_process_group()
+    cache = VTensorCache(model.config, None, pages)
+    with in_agreement(model, cache):
+        assert torch.equal(model.generate(ids, **options, **{CACHE: cache}), expected)
     assert cache.get_seq_length() == 8
 
 
-def test_a_batch_that_was_refused_in_agreement_leaves_nothing_to_the_next(pool):
+@pytest.mark.usefixtures("in_a_group")
+def test_a_batch_that_was_refused_in_agreement_leaves_nothing_to_the_next(pages):
     """I8: the layers that were made for its size once refused every later batch, or took it unprepared."""
     model = make_llama("sdpa")
     ids, options = prompt(2, 30), {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(ids, **options)
-    cache = VTensorCache(model.config, None, pool)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pages_left(pool, 40):
-            with pytest.raises(vtensor.OutOfPages), in_agreement(model, cache):
-                model.generate(prompt(8, 30), **options, **{CACHE: cache})
-            assert not any(layer.is_initialized for layer in cache.layers)
-            for _ in range(2):
-                with in_agreement(model, cache):
-                    assert torch.equal(model.generate(ids, **options, **{CACHE: cache}), expected)
-                cache.reset()
-                cache.early_initialization(8, 2, 16, torch.float32, torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
+    cache = VTensorCache(model.config, None, pages)
+    with pages_left(pages, 40):
+        with pytest.raises(vtensor.OutOfPages), in_agreement(model, cache):
+            model.generate(prompt(8, 30), **options, **{CACHE: cache})
+        assert not any(layer.is_initialized for layer in cache.layers)
+        for _ in range(2):
+            with in_agreement(model, cache):
+                assert torch.equal(model.generate(ids, **options, **{CACHE: cache}), expected)
+            cache.reset()
+            cache.early_initialization(8, 2, 16, torch.float32, torch.device("cpu"))
 
 
-def test_an_interrupted_assignment_leaves_the_length(pool):
+def test_an_interrupted_assignment_leaves_the_length(pages):
     """I17: the tokens before those that are held are counted in the same step."""
     new, _ = states(1, 3, seed=5)
 
     def setup():
-        layer = VTensorSlidingWindowLayer(WINDOW, None, pool)
+        layer = VTensorSlidingWindowLayer(WINDOW, None, pages)
         layer.update(*states(1, 20))
         return layer
 
