@@ -13,7 +13,7 @@ import torch
 import vtensor
 from cuda_support import TorchOnTheDevice, free_memory
 from kv_support import RANGES, UNIT, lengths_with, make_cache
-from support import beside, eventually, filled, quarter, ramp, same_bytes, simcuda_library
+from support import beside, eventually, filled, quarter, ramp, same_bytes
 from vtensor import _core, testing
 from vtensor._core import TensorCore, reindex
 
@@ -265,8 +265,6 @@ def test_what_is_spare_comes_first(sim, pool_factory, emptied, full, bound, kind
     testing.check_invariants(pool)
     t.truncate(20)
     other.extend(4)
-    t.close(), other.close()
-    pool.close()
 
 
 def test_what_is_done_in_the_background_leaves_the_reserve_alone(sim, stream_pool, emptied):
@@ -312,21 +310,13 @@ def test_pages_that_leave_what_falls_asleep_are_not_waited_for(sim, stream_pool,
 
 
 def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
-    # In the place of torch's.
-    cache = testing.simulated_cuda_pool(str(simcuda_library()), page_size=PAGE, budget=64 * PAGE)
+    cache = stream_pool()  # in the place of torch's
     pool = stream_pool(device_reserve=free_memory() - 8 * PAGE)
-    cached = filled(cache, 16)
-    cached.close()
+    filled(cache, 16).close()
     t = filled(pool, 16)
-
-    def give_back():
-        cache.trim()
-
-    emptied.then = give_back
+    emptied.then = cache.trim
     t.extend(16)
     assert emptied == [1] and t.length == 32
-    t.close()
-    cache.close()
 
 
 def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied, full):

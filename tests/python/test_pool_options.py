@@ -95,7 +95,6 @@ def test_a_smaller_budget_takes_back_what_is_ahead(pool_factory):
 # --- the counters -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["host", "simcuda"])
 def test_growth_finds_spare_memory(pool_factory, kind):
     pool = pool_factory(kind)
     leave_spare(pool, 10)
@@ -133,7 +132,6 @@ def test_growths_and_tensors_are_counted(pool_factory):
 # --- spare memory -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["host", "simcuda"])
 def test_the_mapper_gives_back_what_is_not_to_be_kept(pool_factory, kind):
     pool = pool_factory(kind, spare=8 * PAGE, prefetch=PAGE, cache=0)
     release = "fallocate" if kind == "host" else "cuMemRelease"
@@ -222,7 +220,6 @@ def test_a_pool_that_was_promised_all_memory_leaves_some_to_a_default_pool():
 # --- zeros and holes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["host", "simcuda"])
 @pytest.mark.parametrize("zero", ["new_owner", "always", "never"])
 def test_zeroing_policies(pool_factory, kind, zero):
     pool = pool_factory(kind, zero=zero)
