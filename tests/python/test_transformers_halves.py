@@ -15,14 +15,13 @@ import vtensor
 
 pytest.importorskip("transformers")
 
-import transformers as hf
 import vtensor.integrations.transformers.cache as module
 from vtensor.integrations.transformers import VTensorCache, VTensorLayer, encoder_decoder_cache, installed
 
 from interrupts import at_every_bytecode, place
 from model_zoo import halves, make
 from rare_models import make_rare
-from tiny_models import SIZES, one_thread, pages_left, prompt, same, states  # noqa: F401
+from tiny_models import make_t5gemma, one_thread, pages_left, prompt, same, states  # noqa: F401
 
 FEW = {"do_sample": False, "max_new_tokens": 6}
 LONG, SHORT = prompt(1, 200), prompt(1, 20, seed=8)
@@ -70,6 +69,12 @@ def generate(model, cache, ids, **options):
     return model.generate(ids, past_key_values=cache, **FEW | options)
 
 
+def begins_anew(model, cache, expected):
+    assert is_empty(cache)
+    assert torch.equal(generate(model, cache, SHORT), expected)
+    cache.reset()
+
+
 @pytest.mark.parametrize("name", ["T5", "BART"])
 def test_a_refused_first_forward_leaves_both_halves_empty(pages, name):
     """I8: whichever of K and V of whichever layer of either half the memory runs out in."""
@@ -80,9 +85,7 @@ def test_a_refused_first_forward_leaves_both_halves_empty(pages, name):
     for n in range(0, needed, 3):
         with pytest.raises(vtensor.OutOfPages), pages_left(pages, n):
             generate(model, cache, LONG)
-        assert is_empty(cache)
-        assert torch.equal(generate(model, cache, SHORT), expected)
-        cache.reset()
+        begins_anew(model, cache, expected)
     with pages_left(pages, needed):
         generate(model, cache, LONG)
 
@@ -109,19 +112,13 @@ def test_a_refused_later_forward_leaves_the_encoders_half(pages, name):
 
 def test_a_half_that_the_model_makes_itself(pages, refused):
     """T5Gemma puts one of its own in the place of the encoder's, whenever that is empty."""
-    sizes = SIZES | {"sliding_window": 8}
-    config = hf.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=97, decoder_start_token_id=2)
-    for part in (config, config.encoder, config.decoder):
-        part.eos_token_id = None
-    model = hf.T5GemmaForConditionalGeneration(config).eval()
+    model = make_t5gemma()
     expected = model.generate(SHORT, **FEW)
-    cache = encoder_decoder_cache(config, 256, pages)
+    cache = encoder_decoder_cache(model.config, 256, pages)
     for n in range(4):
         with refused(n):
             generate(model, cache, SHORT)
-        assert is_empty(cache)
-        assert torch.equal(generate(model, cache, SHORT), expected)
-        cache.reset()
+        begins_anew(model, cache, expected)
 
 
 def test_after_an_interrupted_forward_a_reset_is_enough(pages, refused):
@@ -133,9 +130,7 @@ def test_after_an_interrupted_forward_a_reset_is_enough(pages, refused):
         with refused(n, KeyboardInterrupt):
             generate(model, cache, LONG)
         cache.reset()
-        assert is_empty(cache)
-        assert torch.equal(generate(model, cache, SHORT), expected)
-        cache.reset()
+        begins_anew(model, cache, expected)
 
 
 def test_a_half_that_is_no_encoders(pages):
@@ -175,10 +170,8 @@ def test_a_cache_made_otherwise(pages, refused, way):
         made.reset()
         with refused(n):
             generate(model, made, LONG)
-        assert is_empty(made)
-        assert torch.equal(generate(model, made, SHORT), expected)
+        begins_anew(model, made, expected)
         assert same(content(cache), before)
-    made.reset()
 
 
 def test_a_half_copied_alone_is_a_plain_cache(pages):

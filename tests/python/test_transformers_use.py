@@ -20,6 +20,7 @@ from tiny_models import (
     assert_same_content,
     filled,
     make_llama,
+    make_t5gemma,
     one_thread,  # noqa: F401
     prompt,
     run,
@@ -32,10 +33,6 @@ FEW = {"do_sample": False, "max_new_tokens": 4}
 def forward(model, cache, ids):
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
-
-
-def llama_config(**changes):
-    return LlamaConfig(**SIZES | changes)
 
 
 def test_the_config_of_a_whole_or_of_its_text_model(pages):
@@ -57,7 +54,7 @@ def test_the_config_of_a_whole_or_of_its_text_model(pages):
 
 def test_a_cache_of_fewer_layers_than_the_model(llama, pages):
     """The layers before the missing one took the step's tokens, and are put back."""
-    cache = VTensorCache(llama_config(num_hidden_layers=1), 256, pages)
+    cache = VTensorCache(LlamaConfig(**SIZES | {"num_hidden_layers": 1}), 256, pages)
     for use in (lambda: run(llama, cache, prompt(), **FEW), lambda: forward(llama, cache, prompt())):
         with pytest.raises(vtensor.InvalidArgument, match="layer 1 of a cache with 1 layers.*own config"):
             use()
@@ -83,13 +80,9 @@ def test_a_cache_that_a_model_of_other_heads_has_filled(llama, pages):
 
 def test_a_model_may_make_the_half_of_the_encoder_itself(pages):
     """T5Gemma attends to all that the encoder read also in layers with a window."""
-    sizes = SIZES | {"sliding_window": 8}
-    config = hf.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=97, decoder_start_token_id=2)
-    for part in (config, config.encoder, config.decoder):
-        part.eos_token_id = None
-    model = hf.T5GemmaForConditionalGeneration(config).eval()
+    model = make_t5gemma()
     expected = model.generate(prompt(1, 30), **FEW)
-    cache = encoder_decoder_cache(config, 256, pages)
+    cache = encoder_decoder_cache(model.config, 256, pages)
     assert torch.equal(run(model, cache, prompt(1, 30), **FEW).sequences, expected)
     assert len({type(layer) for layer in cache.self_attention_cache.layers}) == 2
     assert len({type(layer) for layer in cache.cross_attention_cache.layers}) == 1

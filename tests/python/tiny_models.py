@@ -64,6 +64,16 @@ def make_llama(attention: str, **changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SIZES | changes, attn_implementation=attention)).eval()
 
 
+def make_t5gemma():
+    """An encoder and a decoder, each with a window."""
+    sizes = SIZES | {"sliding_window": 8}
+    parts = {"encoder": sizes, "decoder": sizes}
+    config = transformers.T5GemmaConfig(**parts, vocab_size=VOCAB, decoder_start_token_id=2)
+    for part in (config, config.encoder, config.decoder):
+        part.eos_token_id = None
+    return transformers.T5GemmaForConditionalGeneration(config).eval()
+
+
 def prompt(batch: int = 1, length: int = 70, seed: int = 5) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
