@@ -21,16 +21,11 @@ from vtensor.integrations.vllm.workers import Channel, Facts, Server, WorkersMem
 import vtensor
 from reader_process import Helper
 from support import draws
+from test_vllm_plugin import table
 
 KEY = b"k" * 32
 PAGE = 4096
 COUNT = 12  # blocks of a table, each of two pages
-
-
-def table() -> SimpleNamespace:
-    size = COUNT * PAGE
-    tensor = SimpleNamespace(size=2 * size, layers=["a", "b"], layer_stride=size, block_stride=PAGE, offset=0)
-    return SimpleNamespace(num_blocks=COUNT, kv_cache_tensors=[tensor])
 
 
 def memory_of(blocks: int) -> TableMemory:
@@ -38,7 +33,8 @@ def memory_of(blocks: int) -> TableMemory:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VTENSOR_VLLM_BUDGET", str(blocks * 2 * PAGE))
         patch.setenv("VTENSOR_VLLM_PAGE_SIZE", str(PAGE))
-        return TableMemory(table(), torch.device("cpu"))
+        config = table(COUNT, (2, COUNT * PAGE, PAGE, 0), size=2 * COUNT * PAGE)
+        return TableMemory(config, torch.device("cpu"))
 
 
 class Fleet:
