@@ -227,12 +227,8 @@ def test_a_prompt_that_comes_again_is_not_computed_again(tmp_path):
 
 def test_calls_on_the_critical_path_take_their_time():
     rows = [Row(0.0, 1000, 50)]
-    with open_cache("vtensor", server(1 << 30)) as cache:
-        quick = replay("vtensor", cache, rows, token_bytes=TOKEN)
-    with open_cache("vtensor", server(1 << 30)) as cache:
-        slow = replay(
-            "vtensor", cache, rows, token_bytes=TOKEN, service=ServiceModel(call_seconds={"mmap": 1.0})
-        )
+    calls_that_last = ServiceModel(call_seconds={"mmap": 1.0})
+    quick, slow = (served(rows, ["vtensor"], service=each)["vtensor"] for each in (None, calls_that_last))
     assert slow.calls_caller == quick.calls_caller
     assert slow.seconds - quick.seconds >= 1.0
 
