@@ -60,9 +60,6 @@ def test_without_zeroing_it_may_show_what_was_left(pool_factory):
     pool = pool_factory("host", cache=32 * PAGE, zero="never")
     freed(pool, 20, 7)
     assert quarter(pool, 20).eq(7).all()
-    pool.trim()
-    freed(pool, 20, 7, make=vtensor.zeros)
-    assert not quarter(pool, 20, make=vtensor.zeros).any()
 
 
 @pytest.mark.parametrize("policy", ["new_owner", "always", "never"])

@@ -173,16 +173,6 @@ def test_an_iteration_taken_back_leaves_its_news_to_the_next(open_cache):
     assert again.work == plan.work and again.sampled == plan.sampled
 
 
-def test_what_cannot_fit_fails_and_leaves_the_others_alone(open_cache):
-    engine = engine_over(open_cache(budget=6 * RANGES))
-    fits, never = request("fits", [1] * 8, 4), request("never", [0] * 40, 4)
-    grows = request("grows", [0, 1] * 9, 20)
-    done = engine.run([never, fits, grows])
-    assert "larger budget" in done["never"].error and "larger budget" in done["grows"].error
-    assert done["fits"].tokens == alone(fits) and not done["fits"].error
-    assert engine.scheduler.stats.failed == 2
-
-
 # --- beside other processes -------------------------------------------------------------------------------
 
 

@@ -90,13 +90,6 @@ def test_going_on_with_the_cache(pages, name, way):
     assert expected.sequences.shape[1] == theirs.sequences.shape[1] + 7 + NEW
 
 
-def test_florence2_has_a_layer_for_each_of_the_decoder(host):
-    """As generate()'s own cache has. DynamicCache of the whole config has one for each of the encoder."""
-    config = make_rare("Florence-2, longer decoder").config
-    assert len(VTensorCache(config, pool=host)) == 3
-    assert len(DynamicCache(config=config.get_text_config(decoder=True))) == 3
-
-
 # ---------------------------------------------------------------------- DiffusionGemma
 
 
