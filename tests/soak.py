@@ -236,22 +236,19 @@ class Worker:
             return
         stream, t = self.random.choice(self.streams), modelled.actual
         byte = 0 if modelled.shared else self.fresh_byte()
-        lease = vtensor.lease(t, stream=stream)
-        lease.__enter__()
         try:
-            self.device.hold(stream)
-            self.device.kernel(stream, t, writes=byte)
-            launched = t.length
-            if self.random.random() < 0.5:
-                length = self.random.randrange(t.length + 1)
-                t.truncate(length)
-                modelled.cells = modelled.cells[:, :length]
+            with self.held(vtensor.lease(t, stream=stream)):
+                self.device.hold(stream)
+                self.device.kernel(stream, t, writes=byte)
+                if byte:
+                    modelled.bytes.add(byte)
+                    modelled.cells.fill_(byte)
+                if self.random.random() < 0.5:
+                    length = self.random.randrange(t.length + 1)
+                    t.truncate(length)
+                    modelled.cells = modelled.cells[:, :length]
         finally:
-            ended = self.end(lease)
-            if byte:
-                modelled.bytes.add(byte)
-                modelled.cells[:, : min(launched, modelled.cells.shape[1])] = byte
-            if ended and not byte and self.random.random() < 0.3:
+            if not byte and self.random.random() < 0.3:
                 self.device.release(self.streams[0])  # the other may stay held for a while
             else:
                 self.device.release(stream)
@@ -268,11 +265,8 @@ class Worker:
         lease = vtensor.lease(modelled.actual, stream=stream)
         self.device.begin_capture(stream)
         try:
-            lease.__enter__()
-            try:
+            with self.held(lease):
                 self.device.kernel(stream, modelled.actual)
-            finally:
-                self.end(lease)
         finally:  # also where the lease was refused: the stream must not stay captured
             graph = self.device.end_capture(stream)
             self.graphs.append((self.device.instantiate(graph), modelled))
@@ -283,12 +277,8 @@ class Worker:
         """In a lease: the graph keeps the pages, but what remaps them must know of this stream."""
         if modelled not in self.tensors:  # closed: nobody remaps them any more
             return self.device.replay(executable, stream)
-        lease = vtensor.lease(modelled.actual, stream=stream)
-        lease.__enter__()
-        try:
+        with self.held(vtensor.lease(modelled.actual, stream=stream)):
             self.device.replay(executable, stream)
-        finally:
-            self.end(lease)
 
     def compare(self, modelled: Modelled) -> None:
         modelled.check()
@@ -298,7 +288,15 @@ class Worker:
     def named(self) -> int | None:
         return self.random.choice([None, *self.streams])
 
-    def end(self, lease: vtensor.lease) -> bool:
+    @contextlib.contextmanager
+    def held(self, lease: vtensor.lease) -> Iterator[None]:
+        lease.__enter__()
+        try:
+            yield
+        finally:
+            self.end(lease)
+
+    def end(self, lease: vtensor.lease) -> None:
         """Tries again what is refused: what nobody ends is held for good.
 
         Faults refuses three calls in two milliseconds at most, and a refused try of some 10 us used up one of
@@ -306,8 +304,7 @@ class Worker:
         """
         for _ in range(100):
             try:
-                lease.__exit__(None, None, None)
-                return True
+                return lease.__exit__(None, None, None)
             except vtensor.VTensorError as error:
                 self.counts["errors", type(error).__name__] += 1
                 last = error
