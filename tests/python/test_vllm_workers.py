@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -40,10 +40,10 @@ def memory_of(blocks: int) -> TableMemory:
 class Fleet:
     """Workers with budgets for so many blocks each, and what their scheduler sees."""
 
-    def __init__(self, *budgets: int, seconds: float = 30.0) -> None:
+    def __init__(self, *budgets: int) -> None:
         self.servers = [Server(memory_of(blocks), rank, KEY) for rank, blocks in enumerate(budgets)]
         self.tables = [server.memory for server in self.servers]
-        self.memory = WorkersMemory([server.facts for server in self.servers], KEY, seconds)
+        self.memory = WorkersMemory([server.facts for server in self.servers], KEY, 30.0)
 
     def settle(self) -> None:
         """All messages so far were done."""
@@ -51,34 +51,18 @@ class Fleet:
 
     def write(self, number: int, value: int) -> None:
         for made in self.tables:
-            for offset in (0, COUNT * PAGE):
-                made.arena.tensor[offset + number * PAGE : offset + (number + 1) * PAGE] = value
+            made.arena.tensor.view(2, COUNT, PAGE)[:, number] = value
 
     def read(self, number: int) -> list[set[int]]:
         """The values in each worker."""
-        return [
-            {
-                int(value)
-                for offset in (0, COUNT * PAGE)
-                for value in made.arena.tensor[offset + number * PAGE : offset + (number + 1) * PAGE].unique()
-            }
-            for made in self.tables
-        ]
+        rows = [made.arena.tensor.view(2, COUNT, PAGE)[:, number] for made in self.tables]
+        return [set(row.unique().tolist()) for row in rows]
 
     def close(self) -> None:
         self.memory.close()
         for made in self.tables:
             made.arena.close()
             made.pool.close()
-
-
-@contextmanager
-def fleet(*budgets: int, seconds: float = 30.0):
-    made = Fleet(*budgets, seconds=seconds)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @contextmanager
@@ -90,7 +74,7 @@ def others_have(made: TableMemory, blocks: int):
 
 
 def test_the_least_of_the_workers_counts():
-    with fleet(8, 3) as made:
+    with closing(Fleet(8, 3)) as made:
         memory = made.memory
         assert (memory.count, memory.most, memory.most_cached) == (COUNT, 3, 3)
         assert memory.hold([0, 1, 2]) == ([], [0, 1, 2]) and memory.shortage([3, 4]) == 2
@@ -104,7 +88,7 @@ def test_the_least_of_the_workers_counts():
 
 
 def test_no_worker_is_asked_for_what_is_held_already():
-    with fleet(8, 8) as made:
+    with closing(Fleet(8, 8)) as made:
         made.memory.hold([1, 2])
         sent = made.memory._sent
         made.memory.hold([2, 1])
@@ -116,7 +100,7 @@ def test_no_worker_is_asked_for_what_is_held_already():
 
 def test_a_worker_that_is_behind_is_waited_for():
     """Its rank gives no result that the scheduler waits for, and has memory to give back."""
-    with fleet(8, 2) as made:
+    with closing(Fleet(8, 2)) as made:
         memory, (first, second) = made.memory, made.servers
         memory.hold([1, 2])
         memory.begin_step()
@@ -134,7 +118,7 @@ def test_a_worker_that_is_behind_is_waited_for():
 def test_steps_are_marked_by_vllm_s_own_calls():
     """A step ends as its tokens are sampled, or at once where there is nothing to sample; at the latest as
     the next begins."""
-    with fleet(8) as made:
+    with closing(Fleet(8)) as made:
         server, outputs = made.servers[0], iter([None, "empty", None, None, None])
         execute, sample = server.marking(lambda planned: next(outputs), lambda: "tokens")
         steps = [SimpleNamespace(**{workers.STEP: number}) for number in (1, 2, 3, 4)]
@@ -205,7 +189,7 @@ def test_workers_that_are_processes_and_one_that_dies():
 
 
 def test_what_fails_in_a_worker_is_raised_when_it_is_asked():
-    with fleet(8, 8) as made:
+    with closing(Fleet(8, 8)) as made:
         made.memory.trim([COUNT])  # sent along
         with pytest.raises(RuntimeError, match=rf"rank 0: InvalidArgument: .* there is no block {COUNT}"):
             made.memory.hold([1])
@@ -221,7 +205,7 @@ def test_tables_that_differ():
 )
 def test_an_interrupted_call_has_held_nothing(monkeypatch, where):
     """And its answers, which come later, are no other call's."""
-    with fleet(8, 8) as made:
+    with closing(Fleet(8, 8)) as made:
         memory = made.memory
         memory.hold([0])
         memory.release([0])
@@ -244,7 +228,7 @@ def test_an_interrupted_call_has_held_nothing(monkeypatch, where):
 
 
 def test_a_worker_that_heard_nothing_of_a_release_hears_of_the_next(monkeypatch):
-    with fleet(8, 8) as made:
+    with closing(Fleet(8, 8)) as made:
         memory = made.memory
         memory.hold([1])
         made.write(1, 3)
