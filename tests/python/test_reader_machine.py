@@ -27,9 +27,8 @@ class World:
         torch.manual_seed(seed)
         self.pool = open_pool(kind, 400, PAGE, shareable=True, prefetch=self.random.choice([0, 64 * PAGE]))
         self.readers = [ReaderProcess() for _ in range(READERS)]
-        self.seen: list[tuple[int, int] | None] = [
-            None
-        ] * READERS  # length and checksum, while they must hold
+        self.seen: list[tuple[int, int] | None]  # length and checksum, while they must hold
+        self.rewrites()
         self.has: list[bool] = [False] * READERS  # whether the reader has the present tensor
         self.strangers: list[vtensor.VTensor] = []
         self.counts = dict.fromkeys(("operations", "syncs", "kills", "refused"), 0)
@@ -53,16 +52,12 @@ class World:
     # -- the writer
 
     def append(self) -> None:
-        n = min(self.random.randint(1, 30), CAPACITY - self.used())
+        n = min(self.random.randint(1, 30), CAPACITY - self.front - self.length)
         if n > 0:
             x = self.values(n)
             self.tensor.append(x)
             self.length += n
             self.model[:, -n:] = x
-
-    def used(self) -> int:
-        """Positions of the capacity that front shrinks and the length have taken."""
-        return self.front + self.tensor.length
 
     def shrink(self) -> None:
         n = min(self.random.randint(1, 60), self.tensor.length)
@@ -129,10 +124,13 @@ class World:
                 reader.close()
             assert reader.receive(self.tensor) == "Reader"
             self.has[i] = True
-        _, length, found = reader.checksum()
-        assert (length, found) == (self.model.shape[1], checksum(self.model))
-        self.seen[i] = length, found
+        self.compare(i)
         self.counts["syncs"] += 1
+
+    def compare(self, i: int) -> None:
+        _, *seen = self.readers[i].checksum()
+        assert seen == [self.length, checksum(self.model)]
+        self.seen[i] = tuple(seen)
 
     def look(self) -> None:
         i = self.random.randrange(READERS)
@@ -149,19 +147,11 @@ class World:
 
     def run(self, operations: int) -> None:
         writes = [self.append] * 6 + [self.shrink, self.shrink_front, self.write, self.fork, self.stranger]
+        others = ((0.00005, self.kill), (0.0005, self.close), (0.02, self.sync), (0.03, self.look))
         for _ in range(operations):
             roll = self.random.random()
-            action = (
-                self.kill
-                if roll < 0.00005
-                else self.close
-                if roll < 0.0005
-                else self.sync
-                if roll < 0.02
-                else self.look
-                if roll < 0.03
-                else self.random.choice(writes)
-            )
+            action = next((other for below, other in others if roll < below), None)
+            action = action or self.random.choice(writes)
             try:
                 action()
             except vtensor.OutOfPages:
@@ -173,11 +163,9 @@ class World:
             self.counts["operations"] += 1
 
     def sync_all(self) -> None:
-        for i, reader in enumerate(self.readers):
+        for i in range(READERS):
             if self.has[i]:
-                _, *seen = reader.checksum()
-                assert seen == [self.model.shape[1], checksum(self.model)]
-                self.seen[i] = seen[0], seen[1]
+                self.compare(i)
 
     def end(self) -> None:
         self.tensor.close()
