@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
+import math  # noqa: F401 - as others below, for expressions in the table
 import pickle
 import re
-from types import SimpleNamespace
+from types import SimpleNamespace  # noqa: F401
 
 import numpy as np
 import pytest
@@ -18,9 +18,9 @@ import vtensor
 from kv_support import UNIT, make_cache
 from operations import NAMES, OPERATIONS, TORCH_OPERATIONS
 from support import SHAPE_OF_A_MESSAGE, filled, open_pool, page_ids, quarter, run_snippet
-from vtensor import plot, replay, testing, trace
+from vtensor import plot, replay, testing, trace  # noqa: F401
 from vtensor.replay.managers import PagedCache, StaticCache
-from vtensor.serving import Engine, LengthHistogram, Promises, Request, Scheduler
+from vtensor.serving import Engine, LengthHistogram, Promises, Request, Scheduler  # noqa: F401
 from vtensor.testing.kv_model import check_contents, write
 
 # A call a line, and words of its message. `<a | b>` stands for a line with each, NO_INTEGER for many such.
@@ -288,7 +288,7 @@ plot.page_map(<x | [1] | None>) -> give one VTensor, a KVCache or an Arena
 VALUES = {
     "NO_INTEGER": "1.5 | '3' | None | [1] | {} | object() | torch.ones(2) | np.float32(1) | 2j | math.nan",
     "NO_BYTES": "'1GB' | '-1' | '1e9' | '' | 'GiB' | '1 000' | 1.5 | math.inf | b'1GiB' | torch.ones(2)",
-    "NO_STREAM": "-1 | 2**64 | '7' | 1.5 | True | object() | Named(cuda_stream='s') | Wrong()",
+    "NO_STREAM": "-1 | 2**64 | '7' | 1.5 | True | object() | SimpleNamespace(cuda_stream='s') | NoStream()",
     "NO_PATH": "5 | None | [] | object()",
     "NO_TENSOR": "5 | None | 'x' | [1.0] | object()",
     "SIZE": "1.5 | '3' | [1] | 0 | -1 | 2**64",
@@ -376,17 +376,7 @@ class Scene:
         fresh = {"x": torch.ones(2, 1, 5, 7), "kv": torch.ones(1, 2, 32), "two": [torch.ones(2, 2, 32)] * 2}
         sizes = {"batch": (2, 3), "swapped": (3, 2), "ragged": (6,)}  # 3 tokens of 2 slots
         fresh |= {name: torch.ones(*first, 2, 32) for name, first in sizes.items()}
-        modules = {"math": math, "np": np, "testing": testing, "torch": torch, "vtensor": vtensor}
-        modules |= {"plot": plot, "replay": replay, "trace": trace}
-        modules |= {"PagedCache": PagedCache, "StaticCache": StaticCache}
-        streams = {"Named": SimpleNamespace, "Wrong": NoStream}
-        serving = {
-            "LengthHistogram": LengthHistogram,
-            "Promises": Promises,
-            "Scheduler": Scheduler,
-            "Engine": Engine,
-        }
-        return modules | serving | streams | {"UNIT": UNIT, "lengths": lengths} | vars(self) | own | fresh
+        return globals() | vars(self) | own | fresh
 
     def state(self):
         stats = dataclasses.asdict(self.pool.stats())
