@@ -21,11 +21,6 @@ from vtensor._pictures import events as curves
 APART = 100.0
 
 
-def grow(t, steps: int) -> None:
-    for _ in range(steps):
-        t.extend(1)
-
-
 def of(events, what):
     return [event for event in events if event.what == what]
 
