@@ -41,29 +41,13 @@ class Doubles(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def default_device():
-    before = torch.get_default_device()
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(before if before.type != "cpu" else None)
-
-
 MODES = {
-    "meta": default_device,
+    "meta": lambda: torch.device("meta"),
     "fake": FakeTensorMode,
     "fake, real tensors allowed": lambda: FakeTensorMode(allow_non_fake_inputs=True),
     "a mode of functions": Meta,
     "a mode of operators": Doubles,
 }
-
-
-@contextlib.contextmanager
-def no_mode():
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
 
 
 class Given:
@@ -95,7 +79,7 @@ class Walk:
 
     def note(self, name, t, *index):
         """The bytes of a part of a tensor, without the mode."""
-        with no_mode():
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             part = t[index or ...].contiguous()
             self.seen.append((name, type(t).__name__, ctypes.string_at(part.data_ptr(), part.nbytes)))
 
