@@ -32,28 +32,12 @@ def base(pool, **kw):
     return t.copy_(ramp(t))
 
 
-def set_item(x):
-    x[0] = 1.0
-
-
-def set_through_numpy(x):
-    x.numpy()[-1] = 2.0
-
-
-def set_through_dlpack(x):
-    torch.from_dlpack(x)[1] = 4.0
-
-
-def add_in_place(x):
-    x += 1
-
-
 # Each changes x in place, by the ways torch and numpy have.
 WRITES = {
     "fill_": lambda x: x.fill_(3.0),
-    "setitem": set_item,
+    "setitem": lambda x: x.__setitem__(0, 1.0),
     "setitem_mask": lambda x: x.__setitem__(x > 0, 5.0),
-    "iadd": add_in_place,
+    "iadd": lambda x: x.__iadd__(1),
     "add_": lambda x: x.add_(1.0),
     "copy_": lambda x: x.copy_(torch.zeros_like(x)),
     "zero_": lambda x: x.zero_(),
@@ -75,7 +59,10 @@ WRITES = {
         torch.ones(3, x.numel()), x.view(-1), torch.ones(x.numel()), training=True
     ),
 }
-ALIASED = {"numpy": set_through_numpy, "dlpack": set_through_dlpack}
+ALIASED = {
+    "numpy": lambda x: x.numpy().__setitem__(-1, 2.0),
+    "dlpack": lambda x: torch.from_dlpack(x).__setitem__(1, 4.0),
+}
 
 
 def write_on_one_side(pool, write, by_child):
