@@ -10,7 +10,6 @@ from support import PER_PAGE, calls, calls_since, check_sums, eventually, filled
 from vtensor import testing
 
 PAGE = 4096
-POLICIES = ["new_owner", "always"]
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def freed(pool, length, value=7, **kw):
 # --- reuse --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["new_owner", "always"])
 @pytest.mark.parametrize("rested", [True, False])
 @pytest.mark.parametrize("rows", [(), (3,)])
 def test_the_next_of_its_shape_makes_no_driver_call_and_sees_zeros(pool_factory, policy, rested, rows):

@@ -70,25 +70,6 @@ shapes = st.tuples(
 )
 
 
-def serve_together_and_alone(kind, shapes, pages, token_budget, host_pages):
-    arrivals = [
-        (at, Request(i, prompt, new, samples, stop, salt))
-        for i, (at, prompt, new, samples, stop, salt) in enumerate(shapes)
-    ]
-    with opened(kind, pages, SLOTS, host_pages=host_pages) as cache:
-        engine = engine_over(cache, token_budget=token_budget)
-        done = serve_checked(engine, arrivals)
-        assert set(done) == {wanted.id for _, wanted in arrivals}
-        assert cache.stats().slots_free == SLOTS
-    for _, wanted in arrivals:
-        with opened(kind, pages, SLOTS, host_pages=host_pages) as cache:
-            by_itself = engine_over(cache).run([wanted])[wanted.id]
-        # In company its samples may get out of step, and one end and make room for the other.
-        if not by_itself.error:
-            assert not done[wanted.id].error
-            assert done[wanted.id].tokens == by_itself.tokens == alone(wanted)
-
-
 @pytest.mark.thorough
 def test_each_request_as_if_alone(kind):
     """No request is lost, starved or overtaken; what can be served alone is, with the same tokens."""
@@ -101,7 +82,19 @@ def test_each_request_as_if_alone(kind):
     )
     @settings(max_examples=draws(400 if kind == "host" else 120))
     def serve_them(shapes, pages, token_budget, host_pages):
-        serve_together_and_alone(kind, shapes, pages, token_budget, host_pages)
+        arrivals = [(at, Request(i, *shape)) for i, (at, *shape) in enumerate(shapes)]
+        with opened(kind, pages, SLOTS, host_pages=host_pages) as cache:
+            engine = engine_over(cache, token_budget=token_budget)
+            done = serve_checked(engine, arrivals)
+            assert set(done) == {wanted.id for _, wanted in arrivals}
+            assert cache.stats().slots_free == SLOTS
+        for _, wanted in arrivals:
+            with opened(kind, pages, SLOTS, host_pages=host_pages) as cache:
+                by_itself = engine_over(cache).run([wanted])[wanted.id]
+            # In company its samples may get out of step, and one end and make room for the other.
+            if not by_itself.error:
+                assert not done[wanted.id].error
+                assert done[wanted.id].tokens == by_itself.tokens == alone(wanted)
 
     serve_them()
 
