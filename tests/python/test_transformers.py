@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import vtensor
 from vtensor import testing
 
 pytest.importorskip("transformers")
@@ -53,15 +52,3 @@ def test_tokens_cost_no_copy_and_only_the_pages_they_need(llama, pages):
     assert cache.get_seq_length() == 192
     assert [layer.keys.data_ptr() for layer in cache.layers] == addresses  # I1
     assert pages.stats().pages_mapped == 2 * 2 * 2 * 3  # I4: what the lengths need
-
-
-def test_default_pool_is_used_and_given_back(llama):
-    default = vtensor.default_pool("cpu")
-    before = default.stats().pages_used
-    cache = VTensorCache(llama.config, 128)
-    run(llama, cache, prompt(), **GREEDY)
-    assert cache.layers[0].owners[0].pool is default
-    assert default.stats().pages_used > before
-    cache.reset()
-    default.trim()  # what is cached for the next cache
-    assert default.stats().pages_used == before
