@@ -9,12 +9,12 @@ import vtensor
 
 pytest.importorskip("transformers")
 
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from vtensor.integrations.transformers import VTensorCache, register_attention, unregister_attention
 
 import fake_flash
 from model_zoo import MODELS, make
+from test_transformers_compile import decode
 from tiny_models import GREEDY, before, one_thread, prompt, run  # noqa: F401
 
 
@@ -138,21 +138,8 @@ def test_what_it_cannot_do_is_refused_before_the_kernel(kernel, pages):
 def test_a_compiled_forward(pages, name):
     """The shims' own kernel, no graph break, two compiles for all lengths on one side of the window."""
     register_attention()
-    model, plain = made(name), make(name)
-    cache, other = VTensorCache(model.config, 128, pages), DynamicCache(config=plain.config)
-    counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    with torch.no_grad():
-        model(prompt(2, 40), past_key_values=cache)
-        token = plain(prompt(2, 40), past_key_values=other).logits[:, -1:].argmax(-1)
-        for _ in range(12):
-            cache.prepare(1)
-            given = compiled(token, past_key_values=cache).logits
-            expected = plain(token, past_key_values=other).logits
-            torch.testing.assert_close(given, expected, rtol=1e-3, atol=1e-3)
-            token = expected.argmax(-1)
-    assert counter.frame_count <= 2
+    assert decode(made(name), pages, 12, "eager", batch=2, plain=make(name)) <= 2
     unregister_attention()
 
 

@@ -21,6 +21,7 @@ from tiny_models import (
     SIZES,
     SameKernelCache,
     assert_same_content,
+    filled,
     make_llama,
     one_thread,  # noqa: F401
     prompt,
@@ -37,21 +38,23 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def decode(model, pool, steps, backend, **compile_options):
-    """Steps of a compiled model beside an eager one over a DynamicCache; returns the compiles."""
-    ours, theirs = VTensorCache(model.config, 512, pool), SameKernelCache(config=model.config)
+def decode(model, pool, steps, backend, batch=1, plain=None):
+    """Steps of a compiled model beside an eager one, perhaps another, over a DynamicCache; returns the
+    compiles."""
+    plain = plain or model
+    ours, theirs = VTensorCache(model.config, 512, pool), SameKernelCache(config=plain.config)
     compiles = CompileCounterWithBackend(backend)
-    compiled = torch.compile(model, backend=compiles, fullgraph=True, **compile_options)
-    ids = prompt(1, 40)
+    compiled = torch.compile(model, backend=compiles, fullgraph=True)
+    ids = prompt(batch, 40)
     with torch.no_grad():
         model(ids, past_key_values=ours)
-        token = model(ids, past_key_values=theirs).logits[:, -1:].argmax(-1)
+        token = plain(ids, past_key_values=theirs).logits[:, -1:].argmax(-1)
         for _ in range(steps):
             ours.prepare(1)
             calls = pool.stats().driver_calls
             given = compiled(token, past_key_values=ours).logits
             assert pool.stats().driver_calls == calls  # nothing is mapped inside
-            expected = model(token, past_key_values=theirs).logits
+            expected = plain(token, past_key_values=theirs).logits
             torch.testing.assert_close(given, expected, rtol=1e-3, atol=1e-3)
             token = expected.argmax(-1)
     assert ours.get_seq_length() == 40 + steps
@@ -131,17 +134,8 @@ def test_without_a_prepared_step_the_error_says_what_to_call(pages):
 # ---------------------------------------------------------------------- prepared steps, without a compiler
 
 
-def two(pool, length=60):
-    """A cache of Llama's shapes and a DynamicCache of the same content."""
-    ours, theirs = VTensorCache(make("Llama").config, 256, pool), SameKernelCache()
-    for layer in range(2):
-        for cache in (ours, theirs):
-            cache.update(*states(2, length, seed=layer), layer)
-    return ours, theirs
-
-
-def test_prepare_changes_nothing_that_shows(pages):
-    ours, theirs = two(pages)
+def test_prepare_changes_nothing_that_shows(llama, pages):
+    ours, theirs = filled(llama.config, pages, length=60)
     for tokens in (1, 30, 30, 2, 0):
         ours.prepare(tokens)
         assert ours.get_seq_length() == 60 and ours.get_mask_sizes(4, 0) == (64, 0)
@@ -157,8 +151,8 @@ def test_prepare_changes_nothing_that_shows(pages):
 
 
 @pytest.mark.parametrize("new", [5, 3])
-def test_update_after_prepare_of_as_many_tokens_or_of_others(pages, new):
-    ours, theirs = two(pages)
+def test_update_after_prepare_of_as_many_tokens_or_of_others(llama, pages, new):
+    ours, theirs = filled(llama.config, pages, length=60)
     for step in range(4):
         ours.prepare(5)
         for layer in range(2):
@@ -168,8 +162,8 @@ def test_update_after_prepare_of_as_many_tokens_or_of_others(pages, new):
     assert_same_content(ours, theirs)
 
 
-def test_states_that_do_not_fit_what_was_prepared_are_refused(pages, monkeypatch):
-    ours, theirs = two(pages)
+def test_states_that_do_not_fit_what_was_prepared_are_refused(llama, pages, monkeypatch):
+    ours, theirs = filled(llama.config, pages, length=60)
     ours.prepare(1)
     with monkeypatch.context() as compiling:
         compiling.setattr(torch.compiler, "is_compiling", lambda: True)
