@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,24 +169,10 @@ def test_a_forked_child_records_nothing_and_says_so():  # I13
 # -- what is made of it
 
 
-class Core:
-    """A recording of given rows."""
-
-    capacity, dropped, started = 64, 0, 1_000_000_000
-
-    def __init__(self, *rows):
-        self.rows = rows
-
-    def events(self):
-        return list(self.rows)
-
-    def stop(self):
-        pass
-
-
 def recording_of(*rows):
     recording = trace.record()
-    recording._core = Core(*rows)
+    facts = {"capacity": 64, "dropped": 0, "started": 1_000_000_000}
+    recording._core = SimpleNamespace(**facts, events=lambda: list(rows), stop=lambda: None)
     return recording
 
 
