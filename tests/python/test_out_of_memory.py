@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -99,20 +100,13 @@ def test_torch_gives_back_what_is_needed(sim, stream_pool, emptied, full, name):
 
 def test_torch_that_cannot_give_back_its_cache(sim, stream_pool, emptied, full):
     """Its allocator raises an internal error while a graph is captured; memory is short all the same."""
-
-    def refuse():
-        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
-
-    def interrupt():
-        raise KeyboardInterrupt
-
     pool = stream_pool()
     t = filled(pool, 8)
     full(0)
-    emptied.then = refuse
+    emptied.then = Mock(side_effect=RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED"))
     with pytest.raises(vtensor.OutOfPages, match=r"bytes free while torch cannot give back its cache"):
         t.extend(20)
-    emptied.then = interrupt
+    emptied.then = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         t.extend(20)
     assert t.length == 8

@@ -9,6 +9,7 @@ import math  # noqa: F401 - as others below, for expressions in the table
 import pickle
 import re
 from types import SimpleNamespace  # noqa: F401
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -537,14 +538,11 @@ def test_tables_are_refused_before_they_are_made():
     ).check()
 
 
-@pytest.mark.parametrize("kind", ["RuntimeError", "MemoryError"])
-def test_host_memory_that_is_refused_while_falling_asleep(host, monkeypatch, kind):
-    def refuse(*sizes, **options):
-        raise {"RuntimeError": RuntimeError, "MemoryError": MemoryError}[kind]("you tried to allocate")
-
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_host_memory_that_is_refused_while_falling_asleep(host, monkeypatch, error):
     t = vtensor.empty(3, grow_dim=0, capacity=64, pool=host).fill_(3)
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", refuse)
+        patched.setattr(torch, "empty", Mock(side_effect=error("you tried to allocate")))
         words = r"\[Pool.sleep\] need .* host memory.*you tried.*keep the contents in a folder"
         with pytest.raises(vtensor.OutOfPages, match=words):
             host.sleep(contents="host")

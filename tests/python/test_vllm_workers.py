@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import closing, contextmanager, suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -232,12 +233,8 @@ def test_a_worker_that_heard_nothing_of_a_release_hears_of_the_next(monkeypatch)
         memory = made.memory
         memory.hold([1])
         made.write(1, 3)
-
-        def interrupted(*args):
-            raise KeyboardInterrupt
-
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(memory._workers[1], "send", interrupted)
+            patch.setattr(memory._workers[1], "send", Mock(side_effect=KeyboardInterrupt))
             memory.release([1])
         made.settle()
         assert memory.mapped == 0 and [t.mapped for t in made.tables] == [0, 1]
