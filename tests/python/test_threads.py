@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -112,12 +113,10 @@ def test_close_beside_growth(large):
         x = torch.ones(1, t.shape[1], dtype=t.dtype)
 
         def grow(t=t, x=x):
-            try:
+            with suppress(vtensor.Closed):
                 for _ in range(200):
                     t.append(x)
                     t.shrink(1)
-            except vtensor.Closed:
-                pass
 
         def close(t=t):
             time.sleep(0.001)
@@ -136,15 +135,13 @@ def test_pool_close_beside_everything(pool_factory, kind):
         pool = pool_factory(kind, pages=600)
 
         def work(pool=pool):
-            try:
+            with suppress(vtensor.Closed):
                 for i in range(300):
                     t = quarter(pool, 3)
                     s = t.alias()
                     s.fill_(i % 250)
                     f = t.extend(4).fork()
                     assert s.eq(i % 250).all() and f.alias()[:3].eq(i % 250).all()
-            except vtensor.Closed:
-                pass
 
         def close(pool=pool):
             time.sleep(0.01)
