@@ -196,13 +196,13 @@ def alone(model, request, choose=greedy):
 
 
 @contextmanager
-def engine_for(model, pages, choose=greedy, token_budget=32, max_batch=6, **options):
+def engine_for(model, pages, choose=greedy, token_budget=32, max_batch=6, max_len=MAX_LEN, **options):
     """An engine whose cache has `pages` pages of 16 tokens of both layers' K, or V."""
     pool = open_pool("host", pages)
     options = {"layer_group": 2, "pool": pool} | options
     try:
         with (
-            serving_cache(model, max_batch, MAX_LEN, **options) as cache,
+            serving_cache(model, max_batch, max_len, **options) as cache,
             ServedModel(model, cache) as served,
         ):
             yield Engine(Scheduler(cache, token_budget=token_budget), served, choose)
@@ -368,12 +368,8 @@ def test_what_depends_on_length_is_served_in_a_cache_that_is_as_short(name):
     model = model_of(*parts)
     requests = [Request(0, ids(4, 2), 5), Request(1, ids(2, 3), 3)]
     expected = {request.id: alone(model, request) for request in requests}
-    with (
-        open_pool("host", 40) as pool,
-        serving_cache(model, 2, 9 if "window" in name else 64, pool=pool) as cache,
-        ServedModel(model, cache) as served,
-    ):
-        done = Engine(Scheduler(cache), served).run(requests)
+    with engine_for(model, pages=40, max_batch=2, max_len=9 if "window" in name else 64) as engine:
+        done = engine.run(requests)
     assert {id: completion.tokens for id, completion in done.items()} == expected
 
 
