@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -392,29 +393,26 @@ def in_one_budget(**options):
     """Engines of two processes: bursts in turn, of which each wants more than the whole."""
     if ON_VTENSOR:
         os.environ["VTENSOR_VLLM_SHARED"] = f"test-{os.getpid()}"
-    ours, theirs = os.pipe(), os.pipe()
+    ours, theirs = multiprocessing.Pipe()
     child = os.fork()
-    turn, other = (theirs[0], ours[1]) if child else (ours[0], theirs[1])
-    seed = 0 if child else 1
+    other, seed = (ours, 0) if child else (theirs, 1)
     engine = Engine(blocks=SMALL, **options)
     results, held = [], []
     if not child:
-        os.write(other, b"!")
+        other.send("your turn")
     for _ in range(2):
-        os.read(turn, 1)
+        other.recv()
         results.append(engine.run(prompts(seed=seed), greedy(64)))
         held.append(engine.most)
-        os.write(other, b"!")
-    report = FOLDER / f"{sys.argv[1]}-other-engine-{bool(options)}.json"
+        other.send("your turn")
+    other.recv()
     if not child:
-        os.read(turn, 1)
-        report.write_text(json.dumps([results, held]))
+        other.send([results, held])
         engine.close()
         os._exit(0)
-    os.read(turn, 1)
-    os.write(other, b"!")
+    other.send("the end")
+    their_results, their_held = other.recv()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    their_results, their_held = json.loads(report.read_text())
     return engine, [results, their_results], {"held": [held, their_held]}
 
 

@@ -216,14 +216,9 @@ def idle(prefill: Prefill | None, decode: Side) -> dict:
 WORK = prompts(12)
 
 
-def alone():
+def alone(model_name: str):
     """What one engine says, without a connector."""
-    engine = Engine("lively")
-    return {"tokens": engine.run(WORK, greedy(TOKENS)), "memory": engine.memory()}
-
-
-def hybrid_alone():
-    engine = Engine("lively_hybrid")
+    engine = Engine(model_name)
     return {"tokens": engine.run(WORK, greedy(TOKENS)), "memory": engine.memory()}
 
 
@@ -325,8 +320,8 @@ def another_connector():
 
 
 SCENARIOS = {
-    "alone": alone,
-    "hybrid_alone": hybrid_alone,
+    "alone": functools.partial(alone, "lively"),
+    "hybrid_alone": functools.partial(alone, "lively_hybrid"),
     "by_default": functools.partial(apart, None),
     "over_tcp": functools.partial(apart, "tcp"),
     "over_what_is_named": functools.partial(apart, NAMED, ("kv_both", "kv_both")),
