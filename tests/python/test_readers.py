@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Listener
 from multiprocessing.reduction import ForkingPickler
@@ -45,9 +45,8 @@ PAGE = 4096
 
 @pytest.fixture(scope="module")
 def process():
-    process = ReaderProcess()
-    yield process
-    process.end()
+    with ReaderProcess() as process:
+        yield process
 
 
 @pytest.fixture
@@ -60,15 +59,8 @@ def other(process):
 @pytest.fixture
 def short_lived():
     """Makes processes that end with the test."""
-    made = []
-
-    def make():
-        made.append(ReaderProcess())
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.end()
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(ReaderProcess())
 
 
 @pytest.fixture(params=["file", *HANDLES])
