@@ -648,27 +648,21 @@ def test_top_goes_on_until_it_is_interrupted(name):
 # -- many operations
 
 
-class Sampler:
-    """Looks at the budget again and again: the most that all have held at one moment."""
+@contextlib.contextmanager
+def sampled(name):
+    """What all have held at some moment, by looks at the budget again and again."""
+    found, over = set(), threading.Event()
 
-    def __init__(self, name):
-        self.most, self.looks = 0, 0
-        self._name = name
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+    def look():
+        while not over.wait(0.0005):
+            found.add(sum(holder.held for holder in survey(name, 0)))
 
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc):
-        self._over.set()
-        self._thread.join()
-
-    def _run(self):
-        while not self._over.wait(0.0005):
-            self.most = max(self.most, sum(holder.held for holder in survey(self._name, 0)))
-            self.looks += 1
+    looking = beside(look)
+    try:
+        yield found
+    finally:
+        over.set()
+        looking.result(30)
 
 
 LONG = [pytest.mark.slow, pytest.mark.seconds(600)]
@@ -687,7 +681,7 @@ def test_the_budget_holds_through_random_operations(name, steps, rounds, options
     """Two processes do `steps` operations each; in each of `rounds` a third one works beside them, and is
     killed in the middle."""
     refused = 0
-    with budgeted(name) as pool, Sampler(name) as sampler:
+    with budgeted(name) as pool, sampled(name) as found:
         with Other("host", name) as one, Other("host", name, **options) as two:
             for seed in range(rounds):
                 with Other("host", name) as killed:
@@ -704,5 +698,5 @@ def test_the_budget_holds_through_random_operations(name, steps, rounds, options
         t = pages(pool, WHOLE)  # each reaches the whole, and nothing of the others is left
         assert held(pool) == (WHOLE, 0)
         t.close()
-    assert refused > 0 and sampler.looks > 10
-    assert WHOLE * PAGE // 2 < sampler.most <= WHOLE * PAGE
+    assert refused > 0 and len(found) > 10
+    assert WHOLE * PAGE // 2 < max(found) <= WHOLE * PAGE
