@@ -17,15 +17,13 @@ from vtensor.integrations.transformers import VTensorCache
 
 from model_zoo import MODELS, halves, make
 from support import run_program, run_together
-from tiny_models import RECORDED_WINDOW, before, make_llama, one_thread, prompt  # noqa: F401
+from tiny_models import RECORDED_WINDOW, before, make_llama, one_thread, prompt, run  # noqa: F401
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
-def generate(model, ids, **method):
-    return model.generate(
-        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **GREEDY | method
-    )
+def generate(model, ids, cache=None, **method):
+    return run(model, cache, ids, **GREEDY | method)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -68,7 +66,7 @@ def test_what_was_asked_for_is_kept(pages):
     model = make("Llama")
     own = DynamicCache(config=model.config)
     with integration.installed(pages):
-        assert generate(model, prompt(), past_key_values=own).past_key_values is own
+        assert generate(model, prompt(), own).past_key_values is own
         static = generate(model, prompt(), cache_implementation="static").past_key_values
         assert type(static) is StaticCache
         assert generate(model, prompt(), use_cache=False).past_key_values is None

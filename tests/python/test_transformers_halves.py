@@ -7,6 +7,7 @@ import gc
 import pickle
 from contextlib import contextmanager
 from itertools import count
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,24 +42,18 @@ def lengths(cache):
     return [[layer.get_seq_length() for layer in half.layers] for half in halves(cache)]
 
 
-@pytest.fixture
-def refused(monkeypatch):
-    """A context manager in which the update of a layer after the next ``n`` is refused."""
+@contextmanager
+def refused(n, error=vtensor.OutOfPages):
+    """The update of a layer after the next ``n`` is refused."""
+    update, calls = VTensorLayer.update, count()
 
-    @contextmanager
-    def refused(n, error=vtensor.OutOfPages):
-        update, calls = VTensorLayer.update, count()
+    def refuse(layer, *args, **kwargs):
+        if next(calls) == n:
+            raise error("[test] refused")
+        return update(layer, *args, **kwargs)
 
-        def refuse(layer, *args, **kwargs):
-            if next(calls) == n:
-                raise error("[test] refused")
-            return update(layer, *args, **kwargs)
-
-        with monkeypatch.context() as patch, pytest.raises(error, match="test"):
-            patch.setattr(VTensorLayer, "update", refuse)
-            yield
-
-    return refused
+    with patch.object(VTensorLayer, "update", refuse), pytest.raises(error, match="test"):
+        yield
 
 
 def is_empty(cache):
@@ -110,7 +105,7 @@ def test_a_refused_later_forward_leaves_the_encoders_half(pages, name):
     assert torch.equal(forward(cache, then), expected)
 
 
-def test_a_half_that_the_model_makes_itself(pages, refused):
+def test_a_half_that_the_model_makes_itself(pages):
     """T5Gemma puts one of its own in the place of the encoder's, whenever that is empty."""
     model = make_t5gemma()
     expected = model.generate(SHORT, **FEW)
@@ -121,7 +116,7 @@ def test_a_half_that_the_model_makes_itself(pages, refused):
         begins_anew(model, cache, expected)
 
 
-def test_after_an_interrupted_forward_a_reset_is_enough(pages, refused):
+def test_after_an_interrupted_forward_a_reset_is_enough(pages):
     """What comes from outside may leave the step in some layers."""
     model = make("T5")
     expected = model.generate(SHORT, **FEW)
@@ -154,7 +149,7 @@ def test_a_half_that_is_no_encoders(pages):
 
 
 @pytest.mark.parametrize("way", ["copied", "pickled", "installed"])
-def test_a_cache_made_otherwise(pages, refused, way):
+def test_a_cache_made_otherwise(pages, way):
     """I6: a copy that is refused empties its own halves, and not those that it was copied from."""
     model = make("BART")
     expected = model.generate(SHORT, **FEW)
