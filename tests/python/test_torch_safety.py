@@ -119,19 +119,6 @@ RIGHT = {
         expected.copy_(t)
     """,
     "storage_properties": "assert x.untyped_storage().nbytes() and not x.is_shared() and hash(x)",
-    "kept_past_shrink": """
-        t.shrink(8)
-        expected = expected.narrow(dim, 0, 4)
-        assert same_bytes(view, want) if x is view else same_bytes(t, expected)
-    """,
-    "kept_past_death": """
-        s = x[...] ; x = view = None
-        t.close(); t = quarter(pool, 40); t.fill_(7); gc.collect()
-        assert same_bytes(s, want)
-        s.fill_(2); assert s.eq(2).all() and t.eq(7).all()
-        dim = 0; expected = t.clone()
-        del s
-    """,
 }
 
 # Each is refused, or done rightly, or noticed by the next operation of ours; never silently wrong.
