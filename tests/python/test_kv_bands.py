@@ -302,6 +302,14 @@ def test_fits_counts_all_that_comes_back(pool_factory, kind):
         cache.free(other)
         lengths[other] = 0
         assert cache.fits(lengths, bands=[0]) and cache.swap_in(slot)
+    with banded(pool_factory(kind, 16)) as cache:
+        slot = filled(cache, 1)
+        assert to(cache, slot, 4 * UNIT, [0])
+        cache.swap_out(slot, bands=[0])
+        cache.wait(slot)
+        assert to(cache, cache.alloc(), UNIT, [1, 2])
+        # The slot's own length is shorter than what the band comes back with.
+        assert not cache.fits(lengths_with(cache, slot, 1), bands=[0]) and not cache.swap_in(slot, bands=[0])
 
 
 def test_bands_are_neighbouring_layers(pool_factory):
