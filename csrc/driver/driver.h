@@ -201,7 +201,8 @@ class Driver {
   CallMeter meter_;
 };
 
-// Whether the fence passes within `patience` (I12). Requires: no lock is held (I11).
+// Whether the fence passes within `patience` (I12). Requires: no lock is held (I11). On the host
+// `order` waits so with the pool's lock, for copies between pages and host memory.
 inline bool wait_for(Driver& driver, const Fence& fence, std::chrono::nanoseconds patience) {
   if (driver.passed(fence)) return true;
   const trace::Span span(trace::What::wait, 0, 0);
