@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -73,8 +75,12 @@ class BlocksMachine(RuleBasedStateMachine):
             if fail is None:
                 kept, lost = self.blocks.hold(which)
             else:
-                with testing.fail_after(self.pool, fail):
-                    kept, lost = self.blocks.hold(which)
+                try:
+                    with testing.fail_after(self.pool, fail):
+                        kept, lost = self.blocks.hold(which)
+                finally:
+                    with suppress(vtensor.DriverError):  # of the mapper: else a later operation raises it
+                        self.pool.wait_idle()
         except vtensor.DriverError:
             assert fail is not None
             return self.hold(which, None)  # equal draws make equal blocks
