@@ -20,7 +20,6 @@ that each reader holds).
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import weakref
@@ -160,13 +159,11 @@ class Reader(VTensor):
         return array
 
     def pages(self) -> list[PageRecord]:
-        rows = math.prod(self._whole.shape[: self._grow_dim])
-        return ReaderCore.pages(self._core, 0, rows)
+        return ReaderCore.pages(self._core, 0, self._whole.shape[: self._grow_dim].numel())
 
     @property
     def length(self) -> int:
-        begin, end = self._words
-        return end - begin
+        return self._words[1] - self._words[0]
 
     @property
     def capacity(self) -> int:
@@ -290,7 +287,7 @@ def _refuse(name: str, instead: str) -> Any:
 for _instead, _names in _REFUSED.items():
     for _name in _names:
         setattr(Reader, _name, _refuse(_name, _instead))
-del _instead, _names, _name
+del _names, _name
 
 
 # -- handing over
@@ -322,13 +319,6 @@ def _reduce(tensor: VTensor) -> Any:
     sizes[core.grow_dim] = core.capacity
     view = _View(0, core.phase, tuple(sizes), tensor.stride(), core.dtype)
     return _rebuild, (sent, view, core.grow_dim)
-
-
-def _refuse_to_forward(reader: Reader) -> NoReturn:
-    raise VTensorError(
-        "[Reader] a reader goes to no other process: put the tensor itself into a queue in the process that "
-        "writes, or send a copy, x.clone()"
-    )
 
 
 def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:
@@ -504,6 +494,7 @@ reduction.ForkingPickler.register(KVCache, _reduce_cache)
 reduction.ForkingPickler.register(SharedModule, _reduce_module)
 for _class in (VTensor, CopyOnWriteVTensor, AsleepVTensor):  # the last two say why not
     reduction.ForkingPickler.register(_class, _reduce)
+_instead = "send the tensor itself from the process that writes, or a copy, x.clone()"
 for _class in (Reader, _ClosedReader, _ParentsReader):
-    reduction.ForkingPickler.register(_class, _refuse_to_forward)
-del _class
+    reduction.ForkingPickler.register(_class, _refuse("send", _instead))
+del _class, _instead

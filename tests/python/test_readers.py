@@ -311,7 +311,7 @@ def test_a_reader_is_a_tensor_like_any_other(pool, other):
     like = "(lambda made: (made.shape, made.dtype, made.capacity, made.pool.device))(vtensor.empty_like(r))"
     assert other.evaluate(like) == (t.shape, t.dtype, 4096, torch.device("cpu"))
     kind, text = other.evaluate("multiprocessing.reduction.ForkingPickler.dumps(r)")
-    assert kind == "VTensorError" and "in the process that writes" in text
+    assert kind == "VTensorError" and "from the process that writes" in text
     kind, text = other.evaluate("vtensor.lease(r).__enter__()")
     assert kind == "InvalidArgument" and "record_stream" in text
     assert other.close() is None
