@@ -265,7 +265,8 @@ bool Client::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
       make_room_for_zeroing();
       arrival.ahead = true;
       range_.claim(arrival);
-      return busy_ = true;
+      busy_ = true;
+      return true;
     }
   } catch (const DeviceOutOfMemory&) {
     // A use that needs the pages raises it.

@@ -340,7 +340,9 @@ TEST_CASE("a prefix whose mapping is refused shows its bytes to no later owner (
   pool->driver().meter().disarm();
   {
     const PoolLock lock(pool);
+    pool->want(second);
     second->enter_ahead(arrival);
+    CHECK_FALSE(second->hooks.wanting.linked());
   }
   CHECK(pool->counts().used == 0);
   const std::shared_ptr<Buffer> third = Buffer::create(pool, shape, kCaller);
