@@ -43,6 +43,10 @@ class RowGroup:
     rows: int = 0
     contents: list[RowContent] = field(default_factory=list)  # of the rows, in their order
 
+    def row_of(self, whole: torch.Tensor, slots: int) -> int:
+        """Elements of one slot's part of a row, of ``whole``: the range of all rows and slots."""
+        return whole.numel() // (self.rows * slots)
+
 
 @dataclass
 class CacheLayout:
@@ -72,7 +76,7 @@ class CacheLayout:
         def view(place: Place) -> torch.Tensor:
             row_group = self.row_groups[place.row_group]
             values = ranges[place.row_group].view(dtype)
-            slot = values.numel() // (row_group.rows * slots)
+            slot = row_group.row_of(values, slots)
             token = row_group.item_bytes // dtype.itemsize
             first = place.row * slots * slot + place.offset // dtype.itemsize
             if self.per_head:

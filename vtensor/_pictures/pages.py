@@ -92,9 +92,7 @@ def pages_of_cache(cache: KVCache) -> TensorPages:
                 append(rows[first + record.row], record.state, record.index)
             first += group.rows
     page_size = cache.pool.page_size
-    row_bytes = [
-        whole.numel() // (group.rows * cache.max_batch) for whole, group in zip(ranges, groups, strict=True)
-    ]
+    row_bytes = [group.row_of(whole, cache.max_batch) for whole, group in zip(ranges, groups, strict=True)]
     return TensorPages(rows, max(row_bytes) // page_size, page_size, exact=True)
 
 
