@@ -1,4 +1,4 @@
-// What the operating system refused, in words.
+// Calls of the operating system, and what it refused in words.
 #pragma once
 
 #include <fcntl.h>
