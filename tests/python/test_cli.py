@@ -169,7 +169,8 @@ def test_a_closed_pipe_is_no_traceback(arguments: list[str], tmp_path: Path) -> 
 
 
 def test_no_standard_output_at_all(tmp_path: Path) -> None:
-    ended = run_process("sh", "-c", f'exec "{sys.executable}" -m vtensor info >&-', cwd=tmp_path)
+    command = f'exec "{sys.executable}" -m vtensor info >&-'
+    ended = run_process("sh", "-c", command, cwd=tmp_path, timeout=60)
     assert (ended.code, ended.err) == (0, "")
 
 

@@ -197,4 +197,4 @@ def test_a_process_of_its_own_exits_clean():
         "p = vtensor.Pool('cpu', budget=1 << 20)\n"
         "u = vtensor.empty(2, 0, 5, grow_dim=1, capacity=9, pool=p)\n"
     )
-    assert run_process(sys.executable, "-c", code, cwd=HERE) == Finished(0, "", "")
+    assert run_process(sys.executable, "-c", code, cwd=HERE, timeout=60) == Finished(0, "", "")
