@@ -465,7 +465,13 @@ void SlotCache::require_kept(const Caller& caller, std::size_t group, std::size_
   const RowGroup& rows = buffers_.group(group);
   lengths_->require_used(caller, slot);
   lengths_->require_here(caller, slot, rows.band);
-  const std::size_t length = lengths_->length(slot, rows.band), begin = buffers_.begin(slot, group);
+  const std::size_t length = lengths_->length(slot, rows.band);
+  // K and V of other sizes lie in two row groups, which give pages back at different lengths.
+  std::size_t begin = 0;
+  for (std::size_t i = 0; i < buffers_.groups(); ++i) {
+    if (buffers_.group(i).window == rows.window && buffers_.group(i).band == rows.band)
+      begin = std::max(begin, buffers_.begin(slot, i));
+  }
   if (positions.end > length) {
     throw InvalidArgument("[", caller.operation, "] layer ", layer, ", slot ", slot, ", tokens ",
                           positions.begin, " to ", positions.end, ": the slot has ", length,

@@ -85,6 +85,19 @@ def test_what_a_window_has_given_back(pool_factory):
         cache.write(1, slot, 81, **states(cache, 1, range(81, 100)))
 
 
+def test_what_a_window_has_given_back_of_v_alone(pool_factory, kind):
+    """A page of K has 8 tokens, one of V 4: V gives its pages back first."""
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 128, "value_head_dim": 256, "windows": [8]}
+    with make_cache(pool_factory(kind, 400), **sizes) as cache:
+        (slot,) = slots_of(cache, 0)
+        for length in range(1, 23):
+            assert grown(cache, slot, length)
+        with pytest.raises(vtensor.InvalidArgument, match="has given back those before 12"):
+            cache.write(0, slot, 9, **states(cache, 0, [1, 2]))
+        cache.write(0, slot, 12, **states(cache, 0, range(12, 22)))
+        check_contents(cache, slot, range(22), [8])
+
+
 def test_what_is_shared_is_unshared(pool_factory, kind):
     """I6: a write to the tokens that a fork shares reaches the fork alone, and takes the pages it needs."""
     with make_cache(pool_factory(kind, 400)) as cache:
