@@ -115,7 +115,7 @@ def forget_all():
 END = """
 go_on()
 close_all()
-pool.wait_idle()
+pool.wait_idle(); pool.trim()  # and what it keeps for later tensors
 stats = pool.stats()
 assert (stats.pages_used, stats.pages_mapped) == (0, 0), stats
 pool.close()
