@@ -153,6 +153,11 @@ class VTensorCache(DynamicCache):
         append: Any = super().update
         if torch.compiler.is_compiling():
             return append(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        if self.offloading and key_states.is_cpu:
+            raise InvalidArgument(
+                "[VTensorCache.update] offloading=True moves K and V from a CUDA device to the host, and the "
+                "model runs on the host: make the cache without it"
+            )
         if layer_idx == 0 and (whole := _wholes.get(self, type(None))()) is not None:
             whole.begin(self)
         new = key_states.shape[-2]

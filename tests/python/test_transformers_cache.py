@@ -175,6 +175,12 @@ def new_states(*keys, values=None, dtype=torch.float32):
     return lambda ours, *_: ours.update(torch.zeros(keys), torch.zeros(values or keys, dtype=dtype), 0)
 
 
+def offloading(ours, llama, pages):
+    cache = VTensorCache(llama.config, 128, pages)
+    cache.offloading = True  # set later: torch may refuse the stream that its constructor makes
+    cache.update(*states(), 0)
+
+
 POOLS = ("cpu", 3, torch.device("cpu"))
 MAKERS = (VTensorCache, encoder_decoder_cache, lambda config, max_len, pool: install(pool))
 REFUSED = [
@@ -191,6 +197,7 @@ REFUSED = [
     ),
     (lambda _, llama, pages: VTensorCache(llama.config, 9, pages, tag="").update(*states(), 0), "tag"),
     (lambda _, llama, pages: VTensorCache(llama, 128), "pass model.config"),
+    (offloading, "the model runs on the host: make the cache without it"),
     *(
         (lambda _, llama, pages, most=most: VTensorCache(llama.config, most), "max_len=")
         for most in (0, -1, 2.5, "128", True)
