@@ -11,11 +11,6 @@ from devices import DEVICES, PAGE
 from vtensor import testing
 
 
-@pytest.fixture
-def gpu():
-    return DEVICES["gpu"]()
-
-
 @pytest.fixture(params=DEVICES)
 def device(request):
     """The GPU, and the simulated device."""

@@ -20,10 +20,7 @@ HEADS, GROUPS, DIM = 8, 4, 128
 PER_PAGE = (2 << 20) // (HEADS * DIM * 2)  # positions of a bf16 row in a 2 MiB page: 1,024
 CAPACITY = 8 * PER_PAGE
 
-
-@pytest.fixture
-def device(gpu):
-    return gpu  # these kernels are the GPU's
+pytestmark = pytest.mark.parametrize("device", ["gpu"], indirect=True)  # these kernels are the GPU's
 
 
 @pytest.fixture(params=["fa2", "fa3", "fa4", "torch"])

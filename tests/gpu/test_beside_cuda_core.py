@@ -19,13 +19,11 @@ extern "C" __global__ void add_slowly(float* values, size_t count, long long cyc
 CYCLES = 200_000_000  # about a tenth of a second
 
 
-@pytest.fixture
-def device(gpu):
-    return gpu
+pytestmark = pytest.mark.parametrize("device", ["gpu"], indirect=True)
 
 
 @pytest.fixture
-def core(gpu):
+def core(device):
     core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     if not hasattr(core, "Program"):
         pytest.skip("cuda-core is older than 0.5: its names are in cuda.core.experimental")

@@ -15,13 +15,11 @@ SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "i
 SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.fixture
-def device(gpu):
-    return gpu
+pytestmark = pytest.mark.parametrize("device", ["gpu"], indirect=True)
 
 
 @pytest.fixture(params=["sdpa", "eager"])
-def llama(request, gpu):
+def llama(request, device):
     torch.manual_seed(3)
     config = transformers.LlamaConfig(**SIZES, **SPECIAL, attn_implementation=request.param)
     return transformers.LlamaForCausalLM(config).eval().to("cuda", torch.float32)

@@ -10,11 +10,13 @@ import torch
 import vtensor
 from devices import PAGE
 
+pytestmark = pytest.mark.parametrize("device", ["gpu"], indirect=True)
+
 
 @pytest.fixture
-def pool(gpu):
+def pool(device):
     """256 pages of 2 MiB; in the end nothing is left of them (I14)."""
-    pool = gpu.pool(page_size=PAGE, budget=256 * PAGE)
+    pool = device.pool(page_size=PAGE, budget=256 * PAGE)
     yield pool
     gc.collect()
     pool.close()
