@@ -48,7 +48,7 @@ SimMemory::~SimMemory() {
   close(memfd_);
 }
 
-CUresult SimMemory::reserve(Address* range, std::size_t size, std::size_t alignment,
+CUresult SimMemory::reserve(CUdeviceptr* range, std::size_t size, std::size_t alignment,
                             std::size_t granularity) {
   const bool power_of_two = (alignment & (alignment - 1)) == 0;
   if (size == 0 || size % granularity != 0 || !power_of_two) return CUDA_ERROR_INVALID_VALUE;
@@ -81,15 +81,14 @@ CUresult SimMemory::reserve(Address* range, std::size_t size, std::size_t alignm
 CUresult SimMemory::free_range(Address range, std::size_t size) {
   const auto found = ranges_.find(range);
   if (found == ranges_.end() || found->second != size) return CUDA_ERROR_INVALID_VALUE;
-  const auto mapping = mappings_.lower_bound(range);
-  if (mapping != mappings_.end() && mapping->first < range + size) return CUDA_ERROR_INVALID_VALUE;
+  if (is_any_mapped(range, size)) return CUDA_ERROR_INVALID_VALUE;
   expect(munmap(pointer(range), size) == 0, "munmap of a reserved range");
   ranges_.erase(found);
   return CUDA_SUCCESS;
 }
 
-CUresult SimMemory::create(std::uint64_t* handle, std::size_t size, int device, std::uint64_t room,
-                           unsigned exported_as, bool rdma) {
+CUresult SimMemory::create(CUmemGenericAllocationHandle* handle, std::size_t size, int device,
+                           std::uint64_t room, unsigned exported_as, bool rdma) {
   if (size > room) return CUDA_ERROR_OUT_OF_MEMORY;
   Allocation fresh{.size = size,
                    .memfd = memfd_,
@@ -122,7 +121,7 @@ int SimMemory::export_file(std::uint64_t handle, unsigned as) const {
   return found->second.memfd;
 }
 
-CUresult SimMemory::import_file(std::uint64_t* handle, int descriptor) {
+CUresult SimMemory::import_file(CUmemGenericAllocationHandle* handle, int descriptor) {
   struct stat found{};
   char link[64] = {};
   const std::string path = "/proc/self/fd/" + std::to_string(descriptor);
@@ -157,10 +156,10 @@ CUresult SimMemory::release(std::uint64_t handle) {
   return CUDA_SUCCESS;
 }
 
-CUresult SimMemory::retain(Address at, std::uint64_t* handle) {
-  CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
-  *handle = handle_at(at, &access);
-  if (*handle == 0) return CUDA_ERROR_INVALID_VALUE;
+CUresult SimMemory::retain(Address at, CUmemGenericAllocationHandle* handle) {
+  const Mapping* const mapping = mapping_at(at);
+  if (mapping == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *handle = mapping->handle;
   ++allocations_.at(*handle).references;
   return CUDA_SUCCESS;
 }
@@ -185,13 +184,7 @@ CUresult SimMemory::map(Address at, std::size_t size, std::size_t offset, std::u
   if (size == 0) return CUDA_ERROR_INVALID_VALUE;
   if (offset != 0 || size != found->second.size) return CUDA_ERROR_NOT_SUPPORTED;
   if (found->second.is_spoiled) return CUDA_ERROR_UNKNOWN;
-  if (!inside_one_range(at, size)) return CUDA_ERROR_INVALID_VALUE;
-  const auto next = mappings_.lower_bound(at);
-  if (next != mappings_.end() && next->first < at + size) return CUDA_ERROR_INVALID_VALUE;
-  if (next != mappings_.begin()) {
-    const auto before = std::prev(next);
-    if (before->first + before->second.size > at) return CUDA_ERROR_INVALID_VALUE;
-  }
+  if (!inside_one_range(at, size) || is_any_mapped(at, size)) return CUDA_ERROR_INVALID_VALUE;
   // Not accessible before cuMemSetAccess.
   expect(mmap(pointer(at), size, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.memfd,
               static_cast<off_t>(found->second.offset)) != MAP_FAILED,
@@ -203,24 +196,24 @@ CUresult SimMemory::map(Address at, std::size_t size, std::size_t offset, std::u
 }
 
 CUresult SimMemory::unmap(Address at, std::size_t size) {
-  Mappings::iterator first, last;
-  if (!whole_mappings(at, size, &first, &last)) return CUDA_ERROR_INVALID_VALUE;
+  const auto whole = whole_mappings(at, size);
+  if (whole.empty()) return CUDA_ERROR_INVALID_VALUE;
   make_reserved(at, size);
-  for (auto it = first; it != last; ++it) {
-    const auto allocation = allocations_.find(it->second.handle);
-    if (it->second.number == allocation->second.first) allocation->second.first = 0;
-    if (it->second.access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) --allocation->second.writable;
+  for (const auto& [begin, mapping] : whole) {
+    const auto allocation = allocations_.find(mapping.handle);
+    if (mapping.number == allocation->second.first) allocation->second.first = 0;
+    if (mapping.access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) --allocation->second.writable;
     if (--allocation->second.mappings == 0) allocation->second.is_spoiled = false;
     forget_if_unused(allocation);
   }
-  mappings_.erase(first, last);
+  mappings_.erase(whole.begin(), whole.end());
   return CUDA_SUCCESS;
 }
 
 CUresult SimMemory::set_access(Address at, std::size_t size, CUmemAccess_flags access) {
-  Mappings::iterator first, last;
-  if (!whole_mappings(at, size, &first, &last)) return CUDA_ERROR_INVALID_VALUE;
-  if (!std::all_of(first, last, [&](auto& each) { return change_access(each.second, access); }))
+  const auto whole = whole_mappings(at, size);
+  if (whole.empty()) return CUDA_ERROR_INVALID_VALUE;
+  if (!std::ranges::all_of(whole, [&](auto& one) { return change_access(one.second, access); }))
     return CUDA_ERROR_UNKNOWN;
   const int protection = access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE
                          : access == CU_MEM_ACCESS_FLAGS_PROT_READ    ? PROT_READ
@@ -245,18 +238,15 @@ bool SimMemory::change_access(Mapping& mapping, CUmemAccess_flags access) {
   return true;
 }
 
-bool SimMemory::whole_mappings(Address at, std::size_t size, Mappings::iterator* first,
-                               Mappings::iterator* last) {
-  if (size == 0 || !inside_one_range(at, size)) return false;
-  *first = mappings_.find(at);
+std::ranges::subrange<SimMemory::Mappings::iterator> SimMemory::whole_mappings(Address at,
+                                                                               std::size_t size) {
+  if (size == 0 || !inside_one_range(at, size)) return {};
+  const auto first = mappings_.find(at);
+  auto last = first;
   Address covered = at;
-  auto it = *first;
-  while (it != mappings_.end() && it->first == covered && covered < at + size) {
-    covered += it->second.size;
-    ++it;
-  }
-  *last = it;
-  return covered == at + size;
+  for (; last != mappings_.end() && last->first == covered && covered < at + size; ++last)
+    covered += last->second.size;
+  return {first, covered == at + size ? last : first};
 }
 
 bool SimMemory::inside_one_range(Address at, std::size_t size) const {
@@ -266,14 +256,22 @@ bool SimMemory::inside_one_range(Address at, std::size_t size) const {
   return at - it->first <= it->second && size <= it->second - (at - it->first);
 }
 
+SimMemory::Mappings::const_iterator SimMemory::from(Address at) const {
+  const auto next = mappings_.upper_bound(at);
+  if (next == mappings_.begin()) return next;
+  const auto before = std::prev(next);
+  return before->first + before->second.size > at ? before : next;
+}
+
+bool SimMemory::is_any_mapped(Address at, std::size_t size) const {
+  const auto first = from(at);
+  return first != mappings_.end() && first->first < at + size;
+}
+
 bool SimMemory::allows(Address at, std::size_t size, CUmemAccess_flags access) const {
-  const Address end = at + size;
-  auto it = mappings_.upper_bound(at);
-  if (it == mappings_.begin()) return false;
-  --it;
-  for (Address covered = at; covered < end; ++it) {
+  Address covered = at;
+  for (auto it = from(at); covered < at + size; ++it) {
     if (it == mappings_.end() || it->first > covered) return false;
-    if (it->first + it->second.size <= covered) return false;
     if ((it->second.access & access) != access) return false;
     covered = it->first + it->second.size;
   }
@@ -282,18 +280,14 @@ bool SimMemory::allows(Address at, std::size_t size, CUmemAccess_flags access) c
 
 std::vector<std::uint64_t> SimMemory::mappings_of(Address at, std::size_t size) const {
   std::vector<std::uint64_t> numbers;
-  auto it = mappings_.upper_bound(at);
-  if (it != mappings_.begin() && std::prev(it)->first + std::prev(it)->second.size > at) --it;
-  for (; it != mappings_.end() && it->first < at + size; ++it) numbers.push_back(it->second.number);
+  for (auto it = from(at); it != mappings_.end() && it->first < at + size; ++it)
+    numbers.push_back(it->second.number);
   return numbers;
 }
 
-void SimMemory::fill(Address at, unsigned char value, std::size_t size) {
-  std::memset(pointer(at), value, size);
-}
-
-void SimMemory::copy(Address to, Address from, std::size_t size) {
-  std::memmove(pointer(to), pointer(from), size);
+const SimMemory::Mapping* SimMemory::mapping_at(Address at) const {
+  const auto found = from(at);
+  return found == mappings_.end() || found->first > at ? nullptr : &found->second;
 }
 
 std::uint64_t SimMemory::used(int device) const {
@@ -304,15 +298,6 @@ std::uint64_t SimMemory::used(int device) const {
 std::size_t SimMemory::handles() const {
   return static_cast<std::size_t>(std::ranges::count_if(
       allocations_, [](const auto& entry) { return entry.second.references != 0; }));
-}
-
-std::uint64_t SimMemory::handle_at(Address at, CUmemAccess_flags* access) const {
-  auto it = mappings_.upper_bound(at);
-  if (it == mappings_.begin()) return 0;
-  --it;
-  if (at - it->first >= it->second.size) return 0;
-  *access = it->second.access;
-  return it->second.handle;
 }
 
 }  // namespace simcuda

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <ranges>
 #include <vector>
 
 #include "cuda_abi.h"
@@ -18,24 +19,32 @@ using Address = std::uintptr_t;
 
 class SimMemory {
  public:
+  struct Mapping {
+    std::size_t size = 0;
+    std::uint64_t handle = 0;
+    CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    std::uint64_t number = 0;
+  };
+
   SimMemory();
   ~SimMemory();
   SimMemory(const SimMemory&) = delete;
   SimMemory& operator=(const SimMemory&) = delete;
 
-  CUresult reserve(Address* range, std::size_t size, std::size_t alignment,
+  // What is made is written where that succeeded.
+  CUresult reserve(CUdeviceptr* range, std::size_t size, std::size_t alignment,
                    std::size_t granularity);
   CUresult free_range(Address range, std::size_t size);
   // `room`: bytes that the device may still hand out; `exported_as`: handle types, a mask.
-  CUresult create(std::uint64_t* handle, std::size_t size, int device, std::uint64_t room,
-                  unsigned exported_as, bool rdma);
+  CUresult create(CUmemGenericAllocationHandle* handle, std::size_t size, int device,
+                  std::uint64_t room, unsigned exported_as, bool rdma);
   // The allocation's own memfd; -1 if it was not made to be exported so.
   int export_file(std::uint64_t handle, unsigned as) const;
   // An allocation that another process, or this one, exported.
-  CUresult import_file(std::uint64_t* handle, int descriptor);
+  CUresult import_file(CUmemGenericAllocationHandle* handle, int descriptor);
   CUresult release(std::uint64_t handle);
   // One more reference to what is mapped there, which wants a release of its own.
-  CUresult retain(Address at, std::uint64_t* handle);
+  CUresult retain(Address at, CUmemGenericAllocationHandle* handle);
   // What others than our callers take of the device, or, below 0, give back.
   CUresult take(int device, std::int64_t bytes, std::uint64_t room);
   CUresult map(Address at, std::size_t size, std::size_t offset, std::uint64_t handle);
@@ -46,17 +55,14 @@ class SimMemory {
   bool allows(Address at, std::size_t size, CUmemAccess_flags access) const;
   // The mappings in [at, at + size), each a number that never comes back.
   std::vector<std::uint64_t> mappings_of(Address at, std::size_t size) const;
-  // What the device does. The caller has asked `allows`.
-  void fill(Address at, unsigned char value, std::size_t size);
-  void copy(Address to, Address from, std::size_t size);
 
   std::uint64_t used(int device) const;
   std::size_t handles() const;
   std::size_t mappings() const { return mappings_.size(); }
   std::size_t ranges() const { return ranges_.size(); }
   bool is_reserved(Address at) const { return inside_one_range(at, 1); }
-  // 0 where nothing is mapped.
-  std::uint64_t handle_at(Address at, CUmemAccess_flags* access) const;
+  // Null where nothing is mapped.
+  const Mapping* mapping_at(Address at) const;
 
  private:
   struct Allocation {
@@ -73,17 +79,14 @@ class SimMemory {
     std::size_t writable = 0;  // mappings
     bool is_spoiled = false;   // refuses mappings, and access to them, while one is left
   };
-  struct Mapping {
-    std::size_t size = 0;
-    std::uint64_t handle = 0;
-    CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
-    std::uint64_t number = 0;
-  };
   using Mappings = std::map<Address, Mapping>;
 
-  // [first, last) are the mappings that make up exactly [at, at + size); false where none do.
-  bool whole_mappings(Address at, std::size_t size, Mappings::iterator* first,
-                      Mappings::iterator* last);
+  // The mapping that has the address, or the first one behind it.
+  Mappings::const_iterator from(Address at) const;
+  bool is_any_mapped(Address at, std::size_t size) const;
+
+  // The mappings that make up exactly [at, at + size); empty where none do.
+  std::ranges::subrange<Mappings::iterator> whole_mappings(Address at, std::size_t size);
   bool inside_one_range(Address at, std::size_t size) const;
   bool change_access(Mapping& mapping, CUmemAccess_flags access);
   void forget_if_unused(std::map<std::uint64_t, Allocation>::iterator allocation);

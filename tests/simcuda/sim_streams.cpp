@@ -1,6 +1,7 @@
 #include "sim_streams.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace simcuda {
@@ -90,11 +91,7 @@ void SimStreams::enqueue(const std::shared_ptr<Stream>& stream, Item item) {
 }
 
 void SimStreams::launch(const std::shared_ptr<Stream>& stream, Work work) {
-  work.mappings = memory_.mappings_of(work.at, work.size);
-  if (work.kind == Work::Kind::copy) {
-    const auto source = memory_.mappings_of(work.from, work.size);
-    work.mappings.insert(work.mappings.end(), source.begin(), source.end());
-  }
+  work.mappings = mappings_of(work);
   Item item;
   item.work = std::move(work);
   enqueue(stream, std::move(item));
@@ -213,38 +210,47 @@ void SimStreams::run() {
   });
 }
 
-void SimStreams::execute(const Work& work, CUcontext context) {
+bool SimStreams::allows(const Work& work) const {
   const bool writes = work.kind != Work::Kind::read && work.kind != Work::Kind::to_host;
-  bool allowed =
-      memory_.allows(work.at, work.size,
-                     writes ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ);
-  // What was mapped at the launch must still be: a kernel does not see that it was replaced.
-  std::vector<std::uint64_t> now = memory_.mappings_of(work.at, work.size);
+  const auto needs = writes ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
+  return memory_.allows(work.at, work.size, needs) &&
+         (work.kind != Work::Kind::copy ||
+          memory_.allows(work.from, work.size, CU_MEM_ACCESS_FLAGS_PROT_READ));
+}
+
+std::vector<std::uint64_t> SimStreams::mappings_of(const Work& work) const {
+  std::vector<std::uint64_t> found = memory_.mappings_of(work.at, work.size);
   if (work.kind == Work::Kind::copy) {
-    allowed = allowed && memory_.allows(work.from, work.size, CU_MEM_ACCESS_FLAGS_PROT_READ);
     const auto source = memory_.mappings_of(work.from, work.size);
-    now.insert(now.end(), source.begin(), source.end());
+    found.insert(found.end(), source.begin(), source.end());
   }
+  return found;
+}
+
+void SimStreams::execute(const Work& work, CUcontext context) {
+  // What was mapped at the launch must still be: a kernel does not see that it was replaced.
+  const std::vector<std::uint64_t> now = mappings_of(work);
   const auto is_there = [&](std::uint64_t mapping) {
     return std::ranges::find(now, mapping) != now.end();
   };
-  if (!allowed || !std::ranges::all_of(work.mappings, is_there)) {
+  if (!allows(work) || !std::ranges::all_of(work.mappings, is_there)) {
     ++illegal_accesses_;
     errors_[context] = CUDA_ERROR_ILLEGAL_ADDRESS;
     return;
   }
+  void* const at = reinterpret_cast<void*>(work.at);
   switch (work.kind) {
     case Work::Kind::fill:
-      memory_.fill(work.at, work.value, work.size);
+      std::memset(at, work.value, work.size);
       break;
     case Work::Kind::copy:
-      memory_.copy(work.at, work.from, work.size);
+      std::memmove(at, reinterpret_cast<void*>(work.from), work.size);
       break;
     case Work::Kind::to_host:
-      memory_.copy(reinterpret_cast<Address>(work.host), work.at, work.size);
+      std::memmove(work.host, at, work.size);
       break;
     case Work::Kind::from_host:
-      memory_.copy(work.at, reinterpret_cast<Address>(work.host), work.size);
+      std::memmove(at, work.host, work.size);
       break;
     case Work::Kind::read:
       break;

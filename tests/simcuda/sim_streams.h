@@ -114,6 +114,8 @@ class SimStreams {
   void set_late(std::uint64_t queries, double milliseconds);
   void set_unseen(std::uint64_t queries) { unseen_queries_ = queries; }
 
+  // Whether the work finds its memory accessible as it needs it.
+  bool allows(const Work& work) const;
   // Executes what may be executed.
   void run();
   // Whether work that has not run yet was launched over a mapping in [at, at + size).
@@ -140,6 +142,7 @@ class SimStreams {
 
   bool run_next(Stream& stream);
   void enqueue(const std::shared_ptr<Stream>& stream, Item item);
+  std::vector<std::uint64_t> mappings_of(const Work& work) const;
   void execute(const Work& work, CUcontext context);
 
   SimMemory& memory_;

@@ -38,11 +38,12 @@ CUresult wait_where_blocking(Sim& s, std::unique_lock<std::mutex>& lock) {
 constexpr std::uint64_t kWithoutAccess = 1, kReserved = 2;
 
 bool has_device_pointer(const Sim& s, CUdeviceptr at) {
-  CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
-  if (s.model->memory.handle_at(at, &access) == 0) {
+  const auto* const mapping = s.model->memory.mapping_at(at);
+  if (mapping == nullptr) {
     return (s.settings.pointers & kReserved) != 0 && s.model->memory.is_reserved(at);
   }
-  return access != CU_MEM_ACCESS_FLAGS_PROT_NONE || (s.settings.pointers & kWithoutAccess) != 0;
+  return mapping->access != CU_MEM_ACCESS_FLAGS_PROT_NONE ||
+         (s.settings.pointers & kWithoutAccess) != 0;
 }
 
 }  // namespace
@@ -172,10 +173,7 @@ SIMCUDA_ENTRY(cuMemAddressReserve)(CUdeviceptr* ptr, size_t size, size_t alignme
                                    unsigned long long flags) {
   return answer("cuMemAddressReserve", Needs::vmm, [&](Sim& s) {
     if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
-    simcuda::Address range = 0;
-    const CUresult code = s.model->memory.reserve(&range, size, alignment, s.settings.granularity);
-    if (code == CUDA_SUCCESS) *ptr = range;
-    return code;
+    return s.model->memory.reserve(ptr, size, alignment, s.settings.granularity);
   });
 }
 
@@ -198,11 +196,7 @@ SIMCUDA_ENTRY(cuMemCreate)(CUmemGenericAllocationHandle* handle, size_t size,
     if ((types & CU_MEM_HANDLE_TYPE_FABRIC) != 0 && s.settings.imex == 0)
       return CUDA_ERROR_NOT_PERMITTED;
     const int device = properties->location.id;
-    std::uint64_t made = 0;
-    const CUresult code =
-        s.model->memory.create(&made, size, device, s.free_memory(device), types, rdma);
-    if (code == CUDA_SUCCESS) *handle = made;
-    return code;
+    return s.model->memory.create(handle, size, device, s.free_memory(device), types, rdma);
   });
 }
 
@@ -236,10 +230,8 @@ SIMCUDA_ENTRY(cuMemImportFromShareableHandle)(CUmemGenericAllocationHandle* hand
     const bool fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
     const int file = fabric ? open(static_cast<const char*>(shareable), O_RDWR | O_CLOEXEC)
                             : static_cast<int>(reinterpret_cast<std::intptr_t>(shareable));
-    std::uint64_t made = 0;
-    const CUresult code = s.model->memory.import_file(&made, file);
+    const CUresult code = s.model->memory.import_file(handle, file);
     if (fabric && file >= 0) close(file);
-    if (code == CUDA_SUCCESS) *handle = made;
     return code;
   });
 }
@@ -304,10 +296,7 @@ SIMCUDA_ENTRY(cuPointerGetAttribute)(void* value, CUpointer_attribute attribute,
 
 SIMCUDA_ENTRY(cuMemRetainAllocationHandle)(CUmemGenericAllocationHandle* handle, void* at) {
   return answer("cuMemRetainAllocationHandle", Needs::vmm, [&](Sim& s) {
-    std::uint64_t found = 0;
-    const CUresult code = s.model->memory.retain(reinterpret_cast<simcuda::Address>(at), &found);
-    if (code == CUDA_SUCCESS) *handle = found;
-    return code;
+    return s.model->memory.retain(reinterpret_cast<simcuda::Address>(at), handle);
   });
 }
 

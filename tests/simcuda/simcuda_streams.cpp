@@ -58,29 +58,25 @@ CUresult find_capture(Sim& s, CUstream name, CUstreamCaptureStatus* status,
   return CUDA_SUCCESS;
 }
 
-CUresult fill(Sim& s, CUstream stream, CUdeviceptr ptr, unsigned char value, std::size_t size) {
-  if (!s.model->memory.allows(ptr, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  return simcuda::submit(s, stream,
-                         {.kind = Work::Kind::fill, .at = ptr, .size = size, .value = value});
+// Refused at once where its memory is not accessible.
+CUresult submit_checked(Sim& s, CUstream stream, const Work& work) {
+  return s.model->streams.allows(work) ? simcuda::submit(s, stream, work)
+                                       : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult fill(Sim& s, CUstream stream, CUdeviceptr at, unsigned char value, std::size_t size) {
+  return submit_checked(s, stream,
+                        {.kind = Work::Kind::fill, .at = at, .size = size, .value = value});
 }
 
 CUresult copy(Sim& s, CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t size) {
-  if (!s.model->memory.allows(to, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
-      !s.model->memory.allows(from, size, CU_MEM_ACCESS_FLAGS_PROT_READ)) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  return simcuda::submit(s, stream,
-                         {.kind = Work::Kind::copy, .at = to, .size = size, .from = from});
+  return submit_checked(s, stream,
+                        {.kind = Work::Kind::copy, .at = to, .size = size, .from = from});
 }
 
 CUresult copy_host(Sim& s, CUstream stream, Work::Kind kind, CUdeviceptr at, void* host,
                    size_t size) {
-  const auto access = kind == Work::Kind::to_host ? CU_MEM_ACCESS_FLAGS_PROT_READ
-                                                  : CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  if (!s.model->memory.allows(at, size, access)) return CUDA_ERROR_INVALID_VALUE;
-  return simcuda::submit(s, stream, {.kind = kind, .at = at, .size = size, .host = host});
+  return submit_checked(s, stream, {.kind = kind, .at = at, .size = size, .host = host});
 }
 
 }  // namespace
@@ -318,9 +314,7 @@ SIMCUDA_ENTRY(cuStreamEndCapture)(CUstream stream, CUgraph* graph) {
 SIMCUDA_ENTRY(cuUserObjectCreate)(CUuserObject* object, void* pointer, CUhostFn destructor,
                                   unsigned int references, unsigned int flags) {
   return answer("cuUserObjectCreate", Needs::nothing, [&](Sim& s) {
-    const CUresult code =
-        s.model->graphs.make_object(object, pointer, destructor, references, flags);
-    return code;
+    return s.model->graphs.make_object(object, pointer, destructor, references, flags);
   });
 }
 
