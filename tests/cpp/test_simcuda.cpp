@@ -1,74 +1,21 @@
 // The simulated libcuda keeps the rules that the CUDA driver relies on: a test double that forgives
 // would hide its mistakes.
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <csignal>
-#include <cstdlib>
+#include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <string>
 
-#include "driver/cuda_calls.h"
 #include "qemu.h"
-#include "simcuda/client.h"
+#include "simulation.h"
 #include "support.h"
 
 using namespace vtensor::cuda;
 
 namespace {
 
-constexpr std::size_t kPage = std::size_t{64} << 10;
-
-struct Simulation {
-  SimcudaControl control;
-  vtensor::CudaApi api{simcuda_library()};
-  CUmemAllocationProp properties{};
-  CUcontext context = nullptr;
-
-  explicit Simulation(bool init = true) {
-    control.reset();
-    control.configure("granularity", kPage);
-    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    if (!init) return;
-    CHECK(api.cuInit.function(0) == CUDA_SUCCESS);
-    CHECK(api.cuDevicePrimaryCtxRetain.function(&context, 0) == CUDA_SUCCESS);
-    CHECK(api.cuCtxSetCurrent.function(context) == CUDA_SUCCESS);
-  }
-  ~Simulation() { control.reset(); }
-
-  CUdeviceptr reserve(std::size_t pages) {
-    CUdeviceptr range = 0;
-    CHECK(api.cuMemAddressReserve.function(&range, pages * kPage, 0, 0, 0) == CUDA_SUCCESS);
-    return range;
-  }
-  CUmemGenericAllocationHandle create(std::size_t pages = 1) {
-    CUmemGenericAllocationHandle handle = 0;
-    CHECK(api.cuMemCreate.function(&handle, pages * kPage, &properties, 0) == CUDA_SUCCESS);
-    return handle;
-  }
-  CUresult map(CUdeviceptr at, CUmemGenericAllocationHandle handle, std::size_t pages = 1) {
-    return api.cuMemMap.function(at, pages * kPage, 0, handle, 0);
-  }
-  CUresult set_access(CUdeviceptr at, std::size_t pages, CUmemAccess_flags flags) {
-    CUmemAccessDesc wanted{};
-    wanted.location = properties.location;
-    wanted.flags = flags;
-    return api.cuMemSetAccess.function(at, pages * kPage, &wanted, 1);
-  }
-  CUdeviceptr mapped(std::size_t pages) {
-    const CUdeviceptr range = reserve(pages);
-    for (std::size_t i = 0; i < pages; ++i) CHECK(map(range + i * kPage, create()) == CUDA_SUCCESS);
-    CHECK(set_access(range, pages, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CUDA_SUCCESS);
-    return range;
-  }
-};
-
 #define ENTRY(symbol) simcuda_symbol<vtensor::cuda::symbol>(#symbol)
-
-unsigned char byte(CUdeviceptr at) { return *reinterpret_cast<volatile unsigned char*>(at); }
 
 // How a child process ended that ran `work`: 0, or -signal; no other way to see a fault.
 template <class Work>
@@ -82,16 +29,17 @@ int ends(Work work) {
 }  // namespace
 
 TEST_CASE("nothing works before cuInit") {
-  Simulation sim(false);
+  const FreshDevice device(kPage);
+  const vtensor::CudaApi api(simcuda_library());
   int count = 0;
   CUdeviceptr range = 0;
-  CHECK(sim.api.cuDeviceGetCount.function(&count) == CUDA_ERROR_NOT_INITIALIZED);
-  CHECK(sim.api.cuMemAddressReserve.function(&range, kPage, 0, 0, 0) == CUDA_ERROR_NOT_INITIALIZED);
+  CHECK(api.cuDeviceGetCount.function(&count) == CUDA_ERROR_NOT_INITIALIZED);
+  CHECK(api.cuMemAddressReserve.function(&range, kPage, 0, 0, 0) == CUDA_ERROR_NOT_INITIALIZED);
 }
 
 // By which cuda-bindings and cuda.core find all else.
 TEST_CASE("entry points are found by name and version, before cuInit too") {
-  const Simulation sim(false);
+  const FreshDevice device(kPage);
   const auto find = [](const char* symbol, int version) {
     void* found = nullptr;
     CUdriverProcAddressQueryResult status{};
@@ -151,6 +99,8 @@ TEST_CASE("memory work, streams and events need a context, virtual memory manage
   CUevent event = nullptr;
   CHECK(sim.api.cuStreamCreate.function(&stream, 0) == CUDA_SUCCESS);
   CHECK(sim.api.cuEventCreate.function(&event, 0) == CUDA_SUCCESS);
+  CUcontext context = nullptr;
+  CHECK(sim.api.cuCtxGetCurrent.function(&context) == CUDA_SUCCESS);
   sim.api.cuCtxSetCurrent.function(nullptr);
   const CUdeviceptr range = sim.mapped(1);
   std::size_t free = 0, total = 0;
@@ -161,7 +111,7 @@ TEST_CASE("memory work, streams and events need a context, virtual memory manage
   CHECK(sim.api.cuEventQuery.function(event) == CUDA_SUCCESS);
   CHECK(sim.api.cuEventDestroy.function(event) == CUDA_ERROR_INVALID_CONTEXT);
   CHECK(sim.api.cuStreamDestroy.function(stream) == CUDA_ERROR_INVALID_CONTEXT);
-  CHECK(sim.api.cuCtxSetCurrent.function(sim.context) == CUDA_SUCCESS);
+  CHECK(sim.api.cuCtxSetCurrent.function(context) == CUDA_SUCCESS);
   CHECK(sim.api.cuCtxSynchronize.function() == CUDA_SUCCESS);
   CHECK(sim.api.cuEventDestroy.function(event) == CUDA_SUCCESS);
   CHECK(sim.api.cuStreamDestroy.function(stream) == CUDA_SUCCESS);
@@ -234,15 +184,13 @@ TEST_CASE("ends the process" * doctest::skip()) {
 
 TEST_CASE("a handle that is none ends the process that releases it") {
   if (vtensor::under_qemu("cannot start this program again")) return;
-  std::string file = std::filesystem::temp_directory_path() / "simcuda-test-XXXXXX";
-  close(mkstemp(file.data()));
   const std::string program = std::filesystem::read_symlink("/proc/self/exe");
-  const int status = std::system(
-      (program + " --no-skip --test-case='ends the process' >'" + file + "' 2>&1").c_str());
-  std::ifstream stream(file);
-  const std::string text(std::istreambuf_iterator<char>(stream), {});
-  std::filesystem::remove(file);
-  CHECK(status != 0);
+  const std::string command = program + " --no-skip --test-case='ends the process' 2>&1";
+  std::FILE* const said = popen(command.c_str(), "r");
+  REQUIRE(said != nullptr);
+  std::string text;
+  for (int got; (got = std::getc(said)) != EOF;) text += static_cast<char>(got);
+  CHECK(pclose(said) != 0);
   CHECK(text.find("cuMemRelease of handle 1, which is none") != std::string::npos);
 }
 

@@ -6,64 +6,36 @@
 #include <chrono>
 #include <thread>
 
-#include "conformance/streams.h"
-#include "driver/cuda_calls.h"
-#include "simcuda/client.h"
+#include "simulation.h"
+#include "support.h"
 
 using vtensor::comes_true;
-using vtensor::conformance::Caller;
 using vtensor::conformance::CallerStream;
 using namespace vtensor::cuda;
 
 namespace {
 
-constexpr std::size_t kPage = std::size_t{64} << 10;
-
-struct Reset {
-  SimcudaControl control;
-  Reset() {
-    control.reset();
-    control.configure("granularity", kPage);
-    control.configure("sync_timeout", 50);
-  }
-};
-
 // Two pages, accessible, and a caller's streams.
-struct Simulation : Reset {
-  Caller caller{simcuda_library()};
-  const vtensor::CudaApi& api = caller.api;
+struct Streams : Simulation {
   CallerStream one{caller}, two{caller}, blocking{caller, CU_STREAM_DEFAULT};
-  CUdeviceptr range = 0;
-  CUmemGenericAllocationHandle handles[2] = {};
-  CUmemAllocationProp properties{};
+  CUdeviceptr range = reserve(2);
+  CUmemGenericAllocationHandle handles[2] = {create(), create()};
 
-  Simulation() {
-    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    CHECK(api.cuMemAddressReserve.function(&range, 2 * kPage, 0, 0, 0) == CUDA_SUCCESS);
-    for (int i = 0; i < 2; ++i) {
-      CHECK(api.cuMemCreate.function(&handles[i], kPage, &properties, 0) == CUDA_SUCCESS);
-      map(i);
-    }
-  }
-  ~Simulation() {
-    control.late_events(0, 0);
-    control.unseen_events(0);
+  Streams() {
+    control.configure("sync_timeout", 50);
+    for (const int page : {0, 1}) map_page(page);
   }
 
-  void map(int page) {
+  void map_page(int page) {
     const CUdeviceptr at = range + static_cast<std::size_t>(page) * kPage;
-    CHECK(api.cuMemMap.function(at, kPage, 0, handles[page], 0) == CUDA_SUCCESS);
-    CUmemAccessDesc wanted{};
-    wanted.location = properties.location;
-    wanted.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    CHECK(api.cuMemSetAccess.function(at, kPage, &wanted, 1) == CUDA_SUCCESS);
+    CHECK(map(at, handles[page]) == CUDA_SUCCESS);
+    CHECK(set_access(at, 1, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CUDA_SUCCESS);
   }
   CUresult launch(std::uint64_t stream, int writes, std::size_t page = 0) {
     return static_cast<CUresult>(control.launch(stream, range + page * kPage, kPage, writes));
   }
   unsigned char byte(std::size_t page = 0) const {
-    return *reinterpret_cast<volatile unsigned char*>(range + page * kPage);
+    return vtensor::cuda::byte(range + page * kPage);
   }
   CUevent make_event() {
     CUevent event = nullptr;
@@ -84,7 +56,7 @@ CUresult set_mode(const vtensor::CudaApi& api, CUstreamCaptureMode mode) {
 }  // namespace
 
 TEST_CASE("the default stream and blocking ones wait for each other") {
-  Simulation s;
+  Streams s;
   s.control.hold(s.blocking.number());
   CHECK(s.launch(s.blocking.number(), 1) == CUDA_SUCCESS);
   const CUevent event = s.make_event();
@@ -107,7 +79,7 @@ TEST_CASE("the default stream and blocking ones wait for each other") {
 }
 
 TEST_CASE("an event is what it was recorded behind last, and a wait what it was at the time") {
-  Simulation s;
+  Streams s;
   const CUevent event = s.make_event();
   CHECK(s.api.cuEventQuery.function(event) == CUDA_SUCCESS);  // never recorded
   s.control.hold(s.one.number());
@@ -126,7 +98,7 @@ TEST_CASE("an event is what it was recorded behind last, and a wait what it was 
 }
 
 TEST_CASE("an event passes late, or never") {
-  Simulation s;
+  Streams s;
   const auto passed = [&](CUevent event) {
     const CUresult answer = s.api.cuEventQuery.function(event);
     CHECK((answer == CUDA_SUCCESS || answer == CUDA_ERROR_NOT_READY));
@@ -151,7 +123,7 @@ TEST_CASE("an event passes late, or never") {
 }
 
 TEST_CASE("an event may be seen late, and holds nothing back") {
-  Simulation s;
+  Streams s;
   s.control.unseen_events(2);
   const CUevent event = s.record(s.one);
   CHECK(s.launch(s.one.number(), 1) == CUDA_SUCCESS);
@@ -162,7 +134,7 @@ TEST_CASE("an event may be seen late, and holds nothing back") {
 }
 
 TEST_CASE("synchronising waits for what another thread releases, and never for ever") {
-  Simulation s;
+  Streams s;
   s.control.hold(s.one.number());
   CHECK(s.launch(s.one.number(), 1) == CUDA_SUCCESS);
   CHECK(s.api.cuCtxSynchronize.function() == CUDA_ERROR_LAUNCH_TIMEOUT);
@@ -185,7 +157,7 @@ TEST_CASE("synchronising waits for what another thread releases, and never for e
 }
 
 TEST_CASE("an event is recorded in streams of its own context, and waited for by all") {
-  Simulation s;
+  Streams s;
   const auto other = reinterpret_cast<CUcontext>(s.control.make_context(0));
   CUcontext own = nullptr, found = nullptr;
   CHECK(s.api.cuCtxGetCurrent.function(&own) == CUDA_SUCCESS);
@@ -216,28 +188,25 @@ TEST_CASE("an event is recorded in streams of its own context, and waited for by
 }
 
 TEST_CASE("a mapping that is replaced under a running kernel is an illegal access") {
-  Simulation s;
+  Streams s;
   s.control.hold(s.one.number());
   CHECK(s.launch(s.one.number(), 0) == CUDA_SUCCESS);
   CHECK(s.api.cuMemUnmap.function(s.range, kPage) == CUDA_SUCCESS);
   CHECK(s.control.illegal_accesses() == 1);
-  s.map(0);  // accessible again, and another mapping
+  s.map_page(0);  // accessible again, and another mapping
   s.control.release(s.one.number());
   CHECK(s.control.illegal_accesses() == 2);
   CHECK(s.api.cuStreamQuery.function(s.two.handle) == CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
 TEST_CASE("access taken away under a running kernel is an illegal access, mapping beside it none") {
-  Simulation s;
+  Streams s;
   s.control.hold(s.one.number());
   CHECK(s.launch(s.one.number(), 7) == CUDA_SUCCESS);
   CHECK(s.api.cuMemUnmap.function(s.range + kPage, kPage) == CUDA_SUCCESS);
-  s.map(1);
+  s.map_page(1);
   CHECK(s.control.illegal_accesses() == 0);
-  CUmemAccessDesc wanted{};
-  wanted.location = s.properties.location;
-  wanted.flags = CU_MEM_ACCESS_FLAGS_PROT_READ;
-  CHECK(s.api.cuMemSetAccess.function(s.range, kPage, &wanted, 1) == CUDA_SUCCESS);
+  CHECK(s.set_access(s.range, 1, CU_MEM_ACCESS_FLAGS_PROT_READ) == CUDA_SUCCESS);
   CHECK(s.control.illegal_accesses() == 1);
   s.control.release(s.one.number());
   CHECK(s.control.illegal_accesses() == 2);
@@ -246,12 +215,12 @@ TEST_CASE("access taken away under a running kernel is an illegal access, mappin
 
 TEST_CASE("beside a global capture unsafe calls are refused, and end it") {
   // Ended, where anything was refused.
-  const auto ends_with = [](Simulation& s, CUresult wanted) {
+  const auto ends_with = [](Streams& s, CUresult wanted) {
     CUgraph graph = nullptr;
     CHECK(s.caller.end_capture(s.one.handle, &graph) == wanted);
     if (graph != nullptr) CHECK(s.caller.destroy_graph(graph) == CUDA_SUCCESS);
   };
-  Simulation s;
+  Streams s;
   const CUevent event = s.record(s.two);
   for (const CUstreamCaptureMode capture :
        {CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
@@ -288,7 +257,7 @@ TEST_CASE("beside a global capture unsafe calls are refused, and end it") {
 }
 
 TEST_CASE("captured streams and events cannot be asked, nor be waited on from outside") {
-  Simulation s;
+  Streams s;
   const CUevent outside = s.record(s.two), inside = s.make_event();
   CHECK(set_mode(s.api, CU_STREAM_CAPTURE_MODE_RELAXED) == CUDA_SUCCESS);
   const auto breaks = [&](CUresult answer, auto call) {
@@ -324,7 +293,7 @@ TEST_CASE("captured streams and events cannot be asked, nor be waited on from ou
 }
 
 TEST_CASE("user objects end in a thread of the driver's, where no call is allowed") {
-  Simulation s;
+  Streams s;
   struct Seen {
     const vtensor::CudaApi& api;
     std::atomic<int> answer;
