@@ -1,5 +1,5 @@
-// What test programs share: waits with a bound, the ends of pools, forked children, and the files
-// and mappings of host drivers.
+// What test programs share: waits with a bound, the ends of pools, forked children, threads, and
+// the files and mappings of host drivers.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
@@ -19,6 +20,7 @@
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace vtensor {
 
@@ -84,5 +86,39 @@ inline int in_child(const std::function<int()>& body) {
   REQUIRE(waitpid(pid, &status, 0) == pid);
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
+
+// That `body` returns 0 in so many forked children, one after the other.
+inline void check_children(int count, const std::function<int()>& body) {
+  int wrong = 0;
+  for (int i = 0; i < count && wrong == 0; ++i) wrong = in_child(body);
+  CHECK(wrong == 0);
+}
+
+// Runs `body(i)` in a thread for each i below `count`. Returns when all have ended.
+template <class Body>
+void in_threads(std::size_t count, Body body) {
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < count; ++i) threads.emplace_back([&body, i] { body(i); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+// A thread that does the same again and again.
+class Beside {
+ public:
+  explicit Beside(std::function<void()> step)
+      : thread_([this, step = std::move(step)] {
+          while (!over_) step();
+        }) {}
+  ~Beside() {
+    over_ = true;
+    thread_.join();
+  }
+  Beside(const Beside&) = delete;
+  Beside& operator=(const Beside&) = delete;
+
+ private:
+  std::atomic<bool> over_{false};
+  std::thread thread_;
+};
 
 }  // namespace vtensor

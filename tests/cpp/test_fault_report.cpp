@@ -53,8 +53,8 @@ Known know_as(std::size_t number, const char* at, bool on_device = false) {
 volatile char* poke_at = nullptr;
 void poke() { *poke_at = 1; }
 
-// What `body` says in a child, where an address of a known range is at `poke_at`. The child must
-// end with that status.
+// What is said in a child that runs `body` and then stores at `poke_at`, an address of a known
+// range. The child must end with that status.
 template <typename Body>
 std::string said(int status, Body body, bool on_device = false) {
   std::array<int, 2> ends;
@@ -66,6 +66,7 @@ std::string said(int status, Body body, bool on_device = false) {
     const Known known = know_as(7, at, on_device);
     poke_at = at + 5000;
     body(ends[1]);
+    poke();
     return 0;
   });
   munmap(at, kBytes);
@@ -115,7 +116,6 @@ TEST_CASE("other faults, raised signals and what is forgotten are not spoken of"
   const std::string elsewhere = said(-SIGSEGV, [](int to) {
     explain(to);
     poke_at = reserve();
-    poke();
   });
   CHECK(elsewhere.empty());
   const std::string raised = said(-SIGSEGV, [](int to) {
@@ -134,7 +134,6 @@ TEST_CASE("other faults, raised signals and what is forgotten are not spoken of"
     char* const at = reserve();
     know_as(8, at).reset();
     poke_at = at;
-    poke();
   });
   for (const std::size_t first : {std::size_t{0}, kBytes - 4096}) {
     const std::string beside = said(-SIGSEGV, [&](int to) {
@@ -175,14 +174,12 @@ TEST_CASE("whoever was there before is handed the fault as the kernel would have
     const std::string ended = said(40, [&](int to) {
       handle(exit_40, flags);
       explain(to);
-      poke();
     });
     CHECK(contains(ended, kReport));
   }
   const std::string plain = said(42, [](int to) {
     signal(SIGSEGV, exit_42);
     explain(to);
-    poke();
   });
   CHECK(contains(plain, kReport));
   // Handed on too where it is not ours.
@@ -190,7 +187,6 @@ TEST_CASE("whoever was there before is handed the fault as the kernel would have
     handle(exit_40);
     explain(to);
     poke_at = reserve();
-    poke();
   });
   CHECK(elsewhere.empty());
 }
@@ -199,7 +195,6 @@ TEST_CASE("a handler that was to serve once serves once") {
   const std::string ended = said(-SIGSEGV, [](int to) {
     handle([](int, siginfo_t*, void*) { poke_at = poke_at + 1; }, static_cast<int>(SA_RESETHAND));
     explain(to);
-    poke();
   });
   CHECK(count(ended, "vtensor: SIGSEGV") == 1);
 }
@@ -217,7 +212,6 @@ TEST_CASE("what a handler asked not to be blocked is not, and what it asked to b
       sigaddset(&theirs.sa_mask, SIGUSR1);
       sigaction(SIGSEGV, &theirs, nullptr);
       explain(to);
-      poke();
     });
   }
 }
@@ -230,7 +224,6 @@ TEST_CASE("an ignored signal is still ignored where it was raised, and ends what
     explain_nothing();
     raise(SIGSEGV);
     explain(to);
-    poke();
   });
   CHECK(count(ended, kReport) == 1);
 }
@@ -246,7 +239,6 @@ TEST_CASE("a handler installed after ours may put ours back and raise, or call i
         },
         SA_NODEFER);
     sigaction(SIGSEGV, &theirs, &theirs_before);
-    poke();
   });
 #if defined(__x86_64__)
   CHECK(count(raises, kReport) == 1);
@@ -260,7 +252,6 @@ TEST_CASE("a handler installed after ours may put ours back and raise, or call i
     });
     sigaction(SIGSEGV, &theirs, &theirs_before);
     explain(to);  // does not go before it: the two would call each other for ever
-    poke();
   });
   CHECK(count(calls, kReport) == 1);
 }
@@ -278,7 +269,6 @@ TEST_CASE("off is off, and leaves the handlers as they were") {
     if (now.sa_sigaction != exit_40) _exit(50);
     sigaction(SIGBUS, nullptr, &now);
     if (now.sa_handler != SIG_DFL) _exit(51);
-    poke();
   });
   CHECK(gone.empty());
   // Behind another handler it stays, says nothing, and can be turned on again.
@@ -294,7 +284,6 @@ TEST_CASE("off is off, and leaves the handlers as they were") {
       sigaction(SIGSEGV, nullptr, &now);
       if (now.sa_sigaction != theirs.sa_sigaction) _exit(50);
       if (again) explain(to);
-      poke();
     });
     CHECK(count(kept, kReport) == (again ? 1 : 0));
   }
@@ -303,19 +292,12 @@ TEST_CASE("off is off, and leaves the handlers as they were") {
     explain(to);
     signal(SIGSEGV, SIG_DFL);
     explain(to);
-    poke();
   });
   CHECK(contains(taken, kReport));
 }
 
 TEST_CASE("memory of a device is named") {
-  const std::string device = said(
-      -SIGSEGV,
-      [](int to) {
-        explain(to);
-        poke();
-      },
-      true);
+  const std::string device = said(-SIGSEGV, [](int to) { explain(to); }, true);
   CHECK(contains(device, "vtensor: the memory is a CUDA device's"));
 }
 
@@ -338,14 +320,12 @@ TEST_CASE("a reader that takes nothing keeps no process from its end") {
   said(-SIGSEGV, [](int) {
     const std::array<int, 2> ends = full_pipe();
     explain(ends[1]);
-    poke();
   });
   said(-SIGSEGV, [](int) {
     std::array<int, 2> ends;
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) != 0) _exit(50);
     fill_up(ends[1]);
     explain(ends[1]);
-    poke();
   });
   // A terminal that has room for a part of the report.
   said(-SIGSEGV, [](int) {
@@ -356,7 +336,6 @@ TEST_CASE("a reader that takes nothing keeps no process from its end") {
     std::array<char, 16> part;
     if (read(reader, part.data(), part.size()) <= 0) _exit(51);
     explain(writer);
-    poke();
   });
   // Another thread writes to the same pipe, and takes the room that poll() found.
   said(-SIGSEGV, [](int) {
@@ -414,7 +393,6 @@ TEST_CASE("a reader that has gone changes nothing") {
         _exit(sigismember(&pending, SIGPIPE) == 1 ? 41 : 40);
       });
       explain(ends[1]);
-      poke();
     });
   }
 }
@@ -440,7 +418,6 @@ TEST_CASE("a handler that returns, so that the fault happens again, hears of it 
       if (++times == 100) _exit(42);
     });
     explain(to);
-    poke();
   });
   CHECK(count(ended, "vtensor: SIGSEGV") == 1);
   const std::string moves_on = said(0, [](int to) {
@@ -490,27 +467,19 @@ TEST_CASE("ranges come and go beside reports") {
     }
     over = true;
     for (std::thread& thread : threads) thread.join();
+    _exit(0);
   });
 }
 
 TEST_CASE("a child that is forked while ranges come and go can have ranges of its own") {
   const char* const at = reserve();
   REQUIRE(at != nullptr);
-  std::atomic<bool> stop{false};
-  std::thread other([&] {
-    while (!stop) know_as(1, at);
+  const Beside other([at] { know_as(1, at); });
+  check_children(60, [&] {
+    alarm(20);  // a lock that no thread has any more is never free
+    static_cast<void>(know_as(2, at).release());
+    return 0;
   });
-  int wrong = 0;
-  for (int i = 0; i < 60 && wrong == 0; ++i) {
-    wrong += in_child([&] {
-               alarm(20);  // a lock that no thread has any more is never free
-               static_cast<void>(know_as(2, at).release());
-               return 0;
-             }) != 0;
-  }
-  stop = true;
-  other.join();
-  CHECK(wrong == 0);
 }
 
 TEST_CASE("a forked child forgets the ranges of its own, and none of its parent's") {

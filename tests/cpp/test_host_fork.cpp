@@ -93,52 +93,31 @@ TEST_CASE("a fork beside threads that map and unmap takes all of every driver") 
   for (auto& driver : drivers) driver = make_host_driver({.page_size = 4096});
   constexpr std::size_t kBytes = std::size_t{64} * 4096;
   std::array<Address, 2> ranges;
-  std::atomic<bool> stop{false};
-  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<Beside>> threads;
   for (std::size_t t = 0; t < 2; ++t) {
-    ranges[t] = drivers[t]->reserve(64);
-    threads.emplace_back([&, t] {
-      Driver& driver = *drivers[t];
-      const Handle h = driver.create(128);
-      while (!stop) {
-        map_run(driver, ranges[t], scattered(h, 64), Access::writable);
-        driver.remap(ranges[t], scattered(h, 64), Access::writable, adjacent(h, 64),
-                     Access::writable);
-        driver.unmap(ranges[t], 64);
-      }
-    });
+    Driver& driver = *drivers[t];
+    const Address range = ranges[t] = driver.reserve(64);
+    threads.push_back(std::make_unique<Beside>([&driver, range, h = driver.create(128)] {
+      map_run(driver, range, scattered(h, 64), Access::writable);
+      driver.remap(range, scattered(h, 64), Access::writable, adjacent(h, 64), Access::writable);
+      driver.unmap(range, 64);
+    }));
   }
-  int wrong = 0;
-  for (int i = 0; i < 30; ++i) {
-    wrong += in_child([&] {
-               int left = 0;
-               for (const Address range : ranges) left += memfd_mappings(range, kBytes) != 0;
-               return left;
-             }) != 0;
-  }
-  stop = true;
-  for (std::thread& thread : threads) thread.join();
-  CHECK(wrong == 0);
+  check_children(30, [&] {
+    int left = 0;
+    for (const Address range : ranges) left += memfd_mappings(range, kBytes) != 0;
+    return left;
+  });
 }
 
 TEST_CASE_FIXTURE(HostFixture,
                   "a fork beside a count of the mappings leaves the limit on them to the child") {
-  std::atomic<bool> stop{false};
-  std::thread counting([&] {
-    while (!stop) MapLimit::of_process().check_now(1);
+  const Beside counting([] { MapLimit::of_process().check_now(1); });
+  check_children(30, [] {
+    alarm(20);  // a lock that no thread has any more is never free
+    MapLimit::of_process().check_now(1);
+    return 0;
   });
-  int wrong = 0;
-  for (int i = 0; i < 30; ++i) {
-    wrong += in_child([] {
-               alarm(20);  // a lock that no thread has any more is never free
-               MapLimit::of_process().check_now(1);
-               return 0;
-             }) != 0;
-    if (wrong != 0) break;
-  }
-  stop = true;
-  counting.join();
-  CHECK(wrong == 0);
 }
 
 }  // namespace vtensor

@@ -24,6 +24,7 @@
 #include "base/errors.h"
 #include "base/process.h"
 #include "base/wake_word.h"
+#include "support.h"
 #include "vmm/ledger.h"
 
 namespace vtensor {
@@ -245,25 +246,21 @@ TEST_CASE("threads that join, charge, give back and leave never pass the limit")
   const auto kept = join(name);
   std::atomic<bool> over{false};
   std::atomic<int> looks{0};
-  std::vector<std::thread> threads;
-  for (unsigned seed = 0; seed < 3; ++seed) {
-    threads.emplace_back([&, seed] {
-      std::mt19937 random(seed);
-      for (int round = 0; round < 20 || looks < 100; ++round) {
-        const auto own = join(name);
-        for (int i = 0; i < 200; ++i) {
-          if (!own->charge(own->held() + 1 + random() % kLimit)) own->hold(own->held() / 2);
-        }
-      }
-    });
-  }
   std::thread sampler([&] {
     std::uint64_t most = 0;
     for (; !over; ++looks) most = std::max(most, held_by_all(name));
     CHECK(most <= kLimit);
     CHECK(most > 0);
   });
-  for (std::thread& thread : threads) thread.join();
+  in_threads(3, [&](std::size_t seed) {
+    std::mt19937 random(static_cast<unsigned>(seed));
+    for (int round = 0; round < 20 || looks < 100; ++round) {
+      const auto own = join(name);
+      for (int i = 0; i < 200; ++i) {
+        if (!own->charge(own->held() + 1 + random() % kLimit)) own->hold(own->held() / 2);
+      }
+    }
+  });
   over = true;
   sampler.join();
   CHECK(kept->charge(kLimit));

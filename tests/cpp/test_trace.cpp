@@ -145,15 +145,11 @@ TEST_CASE("many write and one reads, and no event is torn") {
 }
 
 TEST_CASE("recordings start and stop beside writers") {
-  std::atomic<bool> done{false};
-  std::vector<std::thread> writers;
-  for (int writer = 0; writer < 2; ++writer) {
-    writers.emplace_back([&done] {
-      for (std::uint64_t i = 0; !done; ++i) {
-        const Span span(What::extend, ~i, i);
-      }
-    });
-  }
+  const auto write = [i = std::uint64_t{0}]() mutable {
+    const Span span(What::extend, ~i, i);
+    ++i;
+  };
+  const Beside writer(write), another(write);
   for (int round = 0; round < 200; ++round) {
     Recording made(round % 2 == 0 ? 64 : 1024);
     std::this_thread::yield();
@@ -163,27 +159,17 @@ TEST_CASE("recordings start and stop beside writers") {
       CHECK(event.begin >= made.started());
     }
   }
-  done = true;
-  for (std::thread& writer : writers) writer.join();
 }
 
 TEST_CASE("a child forked while another thread reads waits for nothing") {  // I12, I13
   Recording made(1024);
   for (std::uint64_t i = 0; i < 1024; ++i) tell(i);
-  std::atomic<bool> done{false};
-  std::thread other([&] {
-    while (!done) made.events();
+  const Beside other([&] { made.events(); });
+  check_children(20, [&] {
+    alarm(20);
+    made.stop();
+    return recording() ? 1 : 0;
   });
-  for (int child = 0; child < 20; ++child) {
-    const int status = in_child([&] {
-      alarm(20);
-      made.stop();
-      return recording() ? 1 : 0;
-    });
-    CHECK(status == 0);
-  }
-  done = true;
-  other.join();
 }
 
 }  // namespace vtensor::trace
