@@ -102,10 +102,7 @@ bool SimulatedCuda::holds(Address at, std::size_t bytes, std::uint8_t value) {
   return HostPages::holds(at, bytes, value);
 }
 
-std::unique_ptr<Driver> SimulatedCuda::open() {
-  return make_cuda_driver(
-      {.page_size = kPageSize, .library = simcuda_library(), .memory_is_host_memory = true});
-}
+std::unique_ptr<Driver> SimulatedCuda::open() { return make_cuda_driver(simulated(kPageSize)); }
 
 std::string SimulatedCuda::leaks() {
   SimcudaLeaks left = control().leaks();

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "driver/driver.h"
@@ -67,7 +68,7 @@ struct RealCuda {
   static std::string leaks() { return {}; }
 };
 
-// For the start of every test: says why it is skipped.
+// Says why a test is skipped.
 template <class Subject>
 bool is_available() {
   const std::string reason = Subject::unavailable();
@@ -75,6 +76,20 @@ bool is_available() {
   MESSAGE("skipped on " << std::string(Subject::name) << ": " << reason);
   return false;
 }
+
+// A test of each subject T that there is here.
+#define SUBJECTS_TEST(function, name, ...)   \
+  template <class T>                         \
+  void function();                           \
+  TEST_CASE_TEMPLATE(name, T, __VA_ARGS__) { \
+    if (is_available<T>()) function<T>();    \
+  }                                          \
+  template <class T>                         \
+  static void function()
+#define DRIVER_TEST(name) \
+  SUBJECTS_TEST(DOCTEST_ANONYMOUS(driver_test_), name, Host, SimulatedCuda, RealCuda)
+#define CUDA_DRIVER_TEST(name) \
+  SUBJECTS_TEST(DOCTEST_ANONYMOUS(driver_test_), name, SimulatedCuda, RealCuda)
 
 // One run or one page at a time; whole or not at all.
 inline void map_run(Driver& driver, Address at, std::span<const Handle> handles, Access access) {
@@ -110,6 +125,23 @@ class Bench {
     Subject::prepare();
     driver = Subject::open();
     page_size = driver->traits().page_size;
+  }
+  ~Bench() {
+    for (const auto& [range, pages] : mapped_) {
+      if (driver == nullptr) return;
+      CHECK_NOTHROW(driver->unmap(range, pages));
+      CHECK_NOTHROW(driver->free_range(range, pages));
+    }
+  }
+  Bench(const Bench&) = delete;
+  Bench& operator=(const Bench&) = delete;
+
+  // A range with these pages. At the end of the bench as many are unmapped, and it goes.
+  Address mapped(std::span<const Handle> handles, Access access) {
+    const Address range = driver->reserve(handles.size());
+    map(range, handles, access);
+    mapped_.emplace_back(range, handles.size());
+    return range;
   }
 
   std::vector<Handle> make_handles(std::size_t n, std::uint8_t first_mark) {
@@ -170,6 +202,8 @@ class Bench {
     this->unmap(at, 1);
     driver->free_range(at, 1);
   }
+
+  std::vector<std::pair<Address, std::size_t>> mapped_;
 };
 
 }  // namespace vtensor::conformance

@@ -17,10 +17,6 @@ namespace {
 
 constexpr std::size_t kPageSize = SimulatedCuda::kPageSize;
 
-CudaOptions options() {
-  return {.page_size = kPageSize, .library = simcuda_library(), .memory_is_host_memory = true};
-}
-
 // The error that opening a driver raises; its text is checked for `part`.
 template <class Raised>
 void check_refused(const CudaOptions& asked, const std::string& call, const std::string& part) {
@@ -150,7 +146,7 @@ TEST_CASE("the thread keeps the context that it had") {
 
 TEST_CASE("the page size is a multiple of the granularity, 2 MiB or more by default") {
   SimulatedCuda::prepare();
-  CudaOptions asked = options();
+  CudaOptions asked = simulated(kPageSize);
   asked.page_size = 3 * kPageSize;  // no power of two
   {
     const auto driver = make_cuda_driver(asked);
@@ -171,28 +167,28 @@ TEST_CASE("the page size is a multiple of the granularity, 2 MiB or more by defa
 
 TEST_CASE("what cannot be opened says why") {
   SimulatedCuda::prepare();
-  CudaOptions asked = options();
+  CudaOptions asked = simulated(kPageSize);
   asked.library = "libno_such_cuda.so";
   check_refused<DriverError>(asked, "dlopen", "install the NVIDIA driver");
   asked.library = "libm.so.6";
   check_refused<DriverError>(asked, "dlsym", "cuInit");
-  asked = options();
+  asked = simulated(kPageSize);
   asked.device = 1;
   check_refused<InvalidArgument>(asked, "", "cuda:1");
   asked.device = -1;
   check_refused<InvalidArgument>(asked, "", "cuda:-1");
   SimulatedCuda::control().configure("vmm", 0);
-  check_refused<DriverError>(options(), "cuDeviceGetAttribute",
+  check_refused<DriverError>(simulated(kPageSize), "cuDeviceGetAttribute",
                              "virtual memory management (some vGPU profiles turn it off): use "
                              "another device, or use the CPU");
   SimulatedCuda::control().reset();
   SimulatedCuda::control().configure("devices", 0);
-  check_refused<DriverError>(options(), "cuInit",
+  check_refused<DriverError>(simulated(kPageSize), "cuInit",
                              "CUDA_ERROR_NO_DEVICE (100): check nvidia-smi and "
                              "CUDA_VISIBLE_DEVICES, or use the CPU");
   SimulatedCuda::control().reset();
   SimulatedCuda::control().fail("cuInit", 0, 1, CUDA_ERROR_STUB_LIBRARY);
-  check_refused<DriverError>(options(), "cuInit", "stubs folder off LD_LIBRARY_PATH");
+  check_refused<DriverError>(simulated(kPageSize), "cuInit", "stubs folder off LD_LIBRARY_PATH");
 }
 
 TEST_CASE("opening that is refused at any call leaves nothing") {  // I8, I14
@@ -248,14 +244,14 @@ TEST_CASE("the driver's end serves a thread without a context, beside a capture"
 TEST_CASE("memory is made for GPUDirect RDMA where that is asked for") {
   for (const bool wanted : {false, true}) {
     SimulatedCuda::prepare();
-    CudaOptions asked = options();
+    CudaOptions asked = simulated(kPageSize);
     asked.rdma = wanted;
     const auto driver = make_cuda_driver(asked);
     SimulatedCuda::control().configure("rdma", 0);  // such memory is refused from now on
     if (wanted) CHECK_THROWS_AS(driver->create(1), DriverError);
     if (!wanted) CHECK_NOTHROW(driver->create(1));
   }
-  CudaOptions asked = options();
+  CudaOptions asked = simulated(kPageSize);
   asked.rdma = true;
   CHECK_THROWS_WITH_AS(make_cuda_driver(asked),
                        "[Pool] rdma=True was asked for, cuda:0 makes no memory for GPUDirect RDMA: "
@@ -267,11 +263,7 @@ TEST_CASE("no call is made that the driver must refuse, up to the driver's end")
   {
     Bench<SimulatedCuda> bench;
     const auto handles = bench.make_handles(3, 1);
-    const Address range = bench.driver->reserve(1);
-    bench.map(range, {&handles[0], 1}, Access::writable);
-    copy_page(*bench.driver, handles[1], range);
-    bench.unmap(range, 1);
-    bench.driver->free_range(range, 1);
+    copy_page(*bench.driver, handles[1], bench.mapped({&handles[0], 1}, Access::writable));
     bench.driver->destroy(handles[1], 1);  // a handle must not be released twice
   }
   CHECK(SimulatedCuda::control().calls("*") > 20);

@@ -24,10 +24,9 @@ struct Hasty : SimulatedCuda {
     control().configure("sync_timeout", 60'000);
   }
   static std::unique_ptr<Driver> open() {
-    return make_cuda_driver({.page_size = kPageSize,
-                             .library = simcuda_library(),
-                             .memory_is_host_memory = true,
-                             .timeout = std::chrono::milliseconds(50)});
+    CudaOptions options = simulated(kPageSize);
+    options.timeout = std::chrono::milliseconds(50);
+    return make_cuda_driver(options);
   }
 };
 
@@ -53,6 +52,11 @@ struct SceneOf : Bench<T> {
   void launch(const CallerStream& stream, std::size_t page, int value) {
     CHECK(control.launch(stream.number(), range + page * kPageSize, kPageSize, value) ==
           CUDA_SUCCESS);
+  }
+  // And the stream is held: the kernel runs until that is over.
+  void launch_held(const CallerStream& stream, std::size_t page, int value) {
+    control.hold(stream.number());
+    launch(stream, page, value);
   }
 };
 using Scene = SceneOf<SimulatedCuda>;
@@ -140,8 +144,7 @@ TEST_CASE("the driver's own stream and the default stream do not wait for each o
 
 TEST_CASE("order holds a stream's later work back until the fence has passed") {
   Scene s;
-  s.control.hold(s.one.number());
-  s.launch(s.one, 0, 7);
+  s.launch_held(s.one, 0, 7);
   const FencePtr fence = s.driver->fence(s.one.stream());
   s.launch(s.two, 1, 4);  // before the order: free to run
   s.driver->order(s.two.stream(), *fence);
@@ -155,8 +158,7 @@ TEST_CASE("order holds a stream's later work back until the fence has passed") {
 
 TEST_CASE("events are used again, and what waited for one still does") {
   Scene s;
-  s.control.hold(s.one.number());
-  s.launch(s.one, 0, 7);
+  s.launch_held(s.one, 0, 7);
   FencePtr fence = s.driver->fence(s.one.stream());
   s.driver->order(s.two.stream(), *fence);
   s.launch(s.two, 0, 8);
@@ -174,8 +176,7 @@ TEST_CASE("events are used again, and what waited for one still does") {
 
 TEST_CASE("zero waits for its turn in the stream, and for nothing itself") {
   Scene s;
-  s.control.hold(s.one.number());
-  s.launch(s.one, 0, 7);
+  s.launch_held(s.one, 0, 7);
   s.driver->zero(s.range, kPageSize, s.one.stream());
   s.control.run();
   CHECK(HostPages::holds(s.range, kPageSize, 1));
@@ -186,8 +187,7 @@ TEST_CASE("zero waits for its turn in the stream, and for nothing itself") {
 
 TEST_CASE("a copy within the device waits for its turn in the stream") {
   Scene s;
-  s.control.hold(s.one.number());
-  s.launch(s.one, 0, 7);
+  s.launch_held(s.one, 0, 7);
   s.driver->copy(CopyDirection::within, s.range + kPageSize, reinterpret_cast<void*>(s.range),
                  kPageSize, s.one.stream());
   s.control.run();
@@ -213,8 +213,7 @@ TEST_CASE("copies go in groups: a set-access, an event and an unmap each, no syn
 TEST_CASE("a copy that does not finish times out, and what it may write is set aside") {  // I12
   SceneOf<Hasty> s;
   const Handle to = s.driver->create(1), next = s.driver->create(1);
-  s.control.hold(s.one.number());
-  s.launch(s.one, 0, 7);
+  s.launch_held(s.one, 0, 7);
   s.driver->order(s.driver->side_stream(), *s.driver->fence(s.one.stream()));
   const std::uint64_t mappings = s.control.leaks().mappings;
   const auto start = std::chrono::steady_clock::now();
@@ -285,8 +284,7 @@ TEST_CASE("the driver's end gives back what a late copy had, or leaves it to a c
 TEST_CASE("the driver's end waits within a bound, and leaves what the device may use") {  // I12
   SceneOf<Hasty> s;
   const std::size_t threads = threads_here();
-  s.control.hold(s.one.number());
-  s.launch(s.one, 0, 7);
+  s.launch_held(s.one, 0, 7);
   const auto start = std::chrono::steady_clock::now();
   s.driver.reset();
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(10));

@@ -10,8 +10,6 @@
 using namespace vtensor;
 using namespace vtensor::conformance;
 
-#define SUBJECTS Host, SimulatedCuda, RealCuda
-
 namespace {
 
 // Five pages in two ranges: two runs that touch, one run of two apart from them, one elsewhere; and
@@ -73,8 +71,7 @@ struct Batch : Bench<T> {
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("a batch maps runs in several ranges", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("a batch maps runs in several ranges") {
   Batch<T> batch;
   for (const Access access : {Access::writable, Access::copy_on_write}) {
     batch.map_all(access);
@@ -106,9 +103,7 @@ TEST_CASE_TEMPLATE("a batch maps runs in several ranges", T, SUBJECTS) {
   batch.driver->free_range(batch.second, 3);
 }
 
-TEST_CASE_TEMPLATE("a batch counts the pages that it has mapped, in the order of its runs", T,
-                   SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("a batch counts the pages that it has mapped, in the order of its runs") {
   for (const Access access : {Access::writable, Access::copy_on_write}) {
     refuse_each_call<T, Batch<T>>([](Batch<T>&) {}, [&](Batch<T>& b) { b.map_all(access); },
                                   [&](Batch<T>& b, Outcome outcome) {

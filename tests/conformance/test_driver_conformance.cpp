@@ -3,7 +3,6 @@
 #include <doctest/doctest.h>
 
 #include <limits>
-#include <thread>
 
 #include "base/align.h"
 #include "base/errors.h"
@@ -12,14 +11,11 @@
 using namespace vtensor;
 using namespace vtensor::conformance;
 
-#define SUBJECTS Host, SimulatedCuda, RealCuda
-
 TYPE_TO_STRING(Host);
 TYPE_TO_STRING(SimulatedCuda);
 TYPE_TO_STRING(RealCuda);
 
-TEST_CASE_TEMPLATE("traits say what the driver does", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("traits say what the driver does") {
   Bench<T> bench;
   const DriverTraits& traits = bench.driver->traits();
   CHECK(traits.page_size % traits.granularity == 0);
@@ -29,8 +25,7 @@ TEST_CASE_TEMPLATE("traits say what the driver does", T, SUBJECTS) {
   CHECK(traits.name == (T::is_cuda ? "cuda" : "host"));
 }
 
-TEST_CASE_TEMPLATE("reserved ranges are aligned, apart and reusable", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("reserved ranges are aligned, apart and reusable") {
   Bench<T> bench;
   const Address a = bench.driver->reserve(3, {}), b = bench.driver->reserve(1000);
   CHECK(a % bench.page_size == 0);
@@ -43,8 +38,7 @@ TEST_CASE_TEMPLATE("reserved ranges are aligned, apart and reusable", T, SUBJECT
   bench.driver->free_range(b, 1000);
 }
 
-TEST_CASE_TEMPLATE("bytes written through a mapping are its handles' bytes", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("bytes written through a mapping are its handles' bytes") {
   Bench<T> bench;
   auto handles = bench.make_handles(3, 1);
   std::swap(handles[0], handles[2]);  // any order
@@ -65,12 +59,10 @@ TEST_CASE_TEMPLATE("bytes written through a mapping are its handles' bytes", T, 
   bench.driver->free_range(range, 4);
 }
 
-TEST_CASE_TEMPLATE("part of what was mapped in one call is unmapped alone", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("part of what was mapped in one call is unmapped alone") {
   Bench<T> bench;
   const auto handles = bench.make_handles(4, 1);
-  const Address range = bench.driver->reserve(4);
-  bench.map(range, handles, Access::writable);
+  const Address range = bench.mapped(handles, Access::writable);
   const std::span<const Handle> middle = std::span(handles).subspan(1, 2);
   bench.unmap(range + bench.page_size, middle.size());
   CHECK(bench.holds(range, 0, 1));
@@ -81,12 +73,9 @@ TEST_CASE_TEMPLATE("part of what was mapped in one call is unmapped alone", T, S
   // One unmap over mappings that were made apart.
   bench.unmap(range + bench.page_size, middle.size());
   bench.map(range + bench.page_size, middle, Access::writable);
-  bench.unmap(range, handles.size());
-  bench.driver->free_range(range, 4);
 }
 
-TEST_CASE_TEMPLATE("a store to a copy_on_write page never reaches the handle", T, SUBJECTS) {  // I6
-  if (!is_available<T>()) return;
+DRIVER_TEST("a store to a copy_on_write page never reaches the handle") {  // I6
   Bench<T> bench;
   const auto handles = bench.make_handles(2, 1);
   const Address a = bench.driver->reserve(2, {}), b = bench.driver->reserve(2);
@@ -115,12 +104,10 @@ TEST_CASE_TEMPLATE("a store to a copy_on_write page never reaches the handle", T
   bench.driver->free_range(b, 2);
 }
 
-TEST_CASE_TEMPLATE("remap changes access, handles, or both", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("remap changes access, handles, or both") {
   Bench<T> bench;
   const auto from = bench.make_handles(3, 1), to = bench.make_handles(3, 11);
-  const Address range = bench.driver->reserve(3);
-  bench.map(range, from, Access::writable);
+  const Address range = bench.mapped(from, Access::writable);
   CHECK(T::stores(range));
 
   bench.driver->remap(range, from, Access::writable, from, Access::copy_on_write);
@@ -141,18 +128,14 @@ TEST_CASE_TEMPLATE("remap changes access, handles, or both", T, SUBJECTS) {
   CHECK(bench.holds(range, 0, 13));
   CHECK(bench.holds(range, 1, 2));
   CHECK(bench.holds(range, 2, 11));
-  bench.unmap(range, mixed.size());
   for (std::size_t i = 0; i < 3; ++i)
     CHECK(bench.is_marked(from[i], static_cast<std::uint8_t>(i + 1)));
-  bench.driver->free_range(range, 3);
 }
 
-TEST_CASE_TEMPLATE("zero clears what it is told", T, SUBJECTS) {  // I7
-  if (!is_available<T>()) return;
+DRIVER_TEST("zero clears what it is told") {  // I7
   Bench<T> bench;
   const auto handles = bench.make_handles(3, 1);
-  const Address range = bench.driver->reserve(3);
-  bench.map(range, handles, Access::writable);
+  const Address range = bench.mapped(handles, Access::writable);
   zero_now(*bench.driver, range + bench.page_size, bench.page_size);
   CHECK(bench.holds(range, 0, 1));
   CHECK(bench.holds(range, 1, 0));
@@ -161,16 +144,12 @@ TEST_CASE_TEMPLATE("zero clears what it is told", T, SUBJECTS) {  // I7
   CHECK(T::holds(range, bench.page_size / 2, 1));
   CHECK(T::holds(range + bench.page_size / 2, bench.page_size + 3, 0));
   CHECK(bench.holds(range, 2, 3));
-  bench.unmap(range, handles.size());
-  bench.driver->free_range(range, 3);
 }
 
-TEST_CASE_TEMPLATE("copy_pages copies what the mapping shows", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("copy_pages copies what the mapping shows") {
   Bench<T> bench;
   const auto from = bench.make_handles(2, 1), to = bench.make_handles(2, 11);
-  const Address range = bench.driver->reserve(2);
-  bench.map(range, from, Access::copy_on_write);
+  const Address range = bench.mapped(from, Access::copy_on_write);
   copy_page(*bench.driver, to[0], range + bench.page_size);
   CHECK(bench.is_marked(to[0], 2));
   CHECK(bench.holds(range, 1, 2));
@@ -185,12 +164,9 @@ TEST_CASE_TEMPLATE("copy_pages copies what the mapping shows", T, SUBJECTS) {
   bench.fill(range, 0, 33);
   copy_page(*bench.driver, to[1], range);
   CHECK(bench.is_marked(to[1], 33));
-  bench.unmap(range, from.size());
-  bench.driver->free_range(range, 2);
 }
 
-TEST_CASE_TEMPLATE("handles are fresh, and zero where the driver says so", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("handles are fresh, and zero where the driver says so") {
   Bench<T> bench;
   const bool adjacent = bench.driver->traits().adjacent_handles;
   const Handle a = bench.driver->create(1), b = bench.driver->create(1);
@@ -204,54 +180,42 @@ TEST_CASE_TEMPLATE("handles are fresh, and zero where the driver says so", T, SU
   bench.driver->destroy(b, 1);
 }
 
-TEST_CASE_TEMPLATE("threads work on ranges of their own", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("threads work on ranges of their own") {
   Bench<T> bench;
   const auto handles = bench.make_handles(8, 1);
-  std::vector<std::thread> threads;
-  for (std::size_t t = 0; t < 4; ++t) {
-    threads.emplace_back([&, t] {
-      const std::span<const Handle> mine = std::span(handles).subspan(2 * t, 2);
-      for (int i = 0; i < 25; ++i) {
-        const Address range = bench.driver->reserve(2);
-        bench.map(range, mine, Access::writable);
-        copy_page(*bench.driver, mine[1], range);
-        bench.driver->remap(range, mine, Access::writable, mine, Access::copy_on_write);
-        bench.unmap(range, mine.size());
-        bench.driver->free_range(range, 2);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  in_threads(4, [&](std::size_t t) {
+    const std::span<const Handle> mine = std::span(handles).subspan(2 * t, 2);
+    for (int i = 0; i < 25; ++i) {
+      const Address range = bench.driver->reserve(2);
+      bench.map(range, mine, Access::writable);
+      copy_page(*bench.driver, mine[1], range);
+      bench.driver->remap(range, mine, Access::writable, mine, Access::copy_on_write);
+      bench.unmap(range, mine.size());
+      bench.driver->free_range(range, 2);
+    }
+  });
   for (std::size_t i = 0; i < 8; ++i) {
     CHECK(bench.is_marked(handles[i], static_cast<std::uint8_t>(i / 2 * 2 + 1)));
   }
 }
 
-TEST_CASE_TEMPLATE("addresses that one thread frees are another's at once", T, SUBJECTS) {  // I14
-  if (!is_available<T>()) return;
+DRIVER_TEST("addresses that one thread frees are another's at once") {  // I14
   T::prepare();
   const std::string before = T::leaks();
   for (int round = 0; round < 200; ++round) {
     const std::unique_ptr<Driver> driver = T::open();
-    std::vector<std::thread> threads;
-    for (std::size_t t = 0; t < 4; ++t) {
-      threads.emplace_back([&driver, t] {
-        for (std::size_t i = 0; i < 20 * (t + 1); ++i) driver->free_range(driver->reserve(2), 2);
-        driver->reserve(2);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    in_threads(4, [&driver](std::size_t t) {
+      for (std::size_t i = 0; i < 20 * (t + 1); ++i) driver->free_range(driver->reserve(2), 2);
+      driver->reserve(2);
+    });
   }
   CHECK(T::leaks() == before);  // each driver's end knew every range
 }
 
-TEST_CASE_TEMPLATE("a forked child is refused, and makes no driver call", T, SUBJECTS) {  // I13
-  if (!is_available<T>()) return;
+DRIVER_TEST("a forked child is refused, and makes no driver call") {  // I13
   Bench<T> bench;
   const auto handles = bench.make_handles(1, 1);
-  const Address range = bench.driver->reserve(1);
-  bench.map(range, handles, Access::writable);
+  const Address range = bench.mapped(handles, Access::writable);
 
   const int failed = in_child([&] {
     const auto refused = [](auto operation) {
@@ -288,7 +252,5 @@ TEST_CASE_TEMPLATE("a forked child is refused, and makes no driver call", T, SUB
   });
   CHECK(failed == 0);
   CHECK(bench.holds(range, 0, 1));
-  bench.unmap(range, handles.size());
   CHECK(bench.is_marked(handles[0], 1));
-  bench.driver->free_range(range, 1);
 }

@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <functional>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "base/align.h"
@@ -20,9 +19,6 @@
 
 using namespace vtensor;
 using namespace vtensor::conformance;
-
-#define SUBJECTS Host, SimulatedCuda, RealCuda
-#define CUDA_SUBJECTS SimulatedCuda, RealCuda
 
 namespace {
 
@@ -48,16 +44,11 @@ Bytes random_bytes(std::size_t n, unsigned seed) {
 template <class T>
 class Pages : public Bench<T> {
  public:
-  explicit Pages(std::size_t bytes = 1) : pages_(ceil_div(bytes, this->page_size)) {
-    handles_ = this->make_handles(pages_, 0);
-    at = this->driver->reserve(pages_);
-    this->map(at, handles_, Access::writable);
-  }
+  explicit Pages(std::size_t bytes = 1)
+      : at(this->mapped(this->make_handles(ceil_div(bytes, this->page_size), 0),
+                        Access::writable)) {}
   ~Pages() {
-    if (this->driver == nullptr) return;
-    await_copies();
-    this->unmap(at, handles_.size());
-    this->driver->free_range(at, pages_);
+    if (this->driver != nullptr) await_copies();
   }
 
   // What is named lasts until `await_copies`.
@@ -78,11 +69,7 @@ class Pages : public Bench<T> {
     return bytes;
   }
 
-  Address at = 0;
-
- private:
-  std::size_t pages_;
-  std::vector<Handle> handles_;
+  const Address at;
 };
 
 template <class T>
@@ -92,8 +79,7 @@ struct CopyScene : Pages<T> {
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("bytes are copied in and out, from and to anywhere", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("bytes are copied in and out, from and to anywhere") {
   const std::size_t sizes[] = {1, 4095, 4097, 2 * kMiB - 1, 2 * kMiB, 2 * kMiB + 1, 5 * kMiB + 3};
   Pages<T> pages(6 * kMiB);
   for (const std::size_t size : sizes) {
@@ -114,8 +100,7 @@ TEST_CASE_TEMPLATE("bytes are copied in and out, from and to anywhere", T, SUBJE
   CHECK(byte == 1);
 }
 
-TEST_CASE_TEMPLATE("bytes are copied within the device, in the order of a stream", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("bytes are copied within the device, in the order of a stream") {
   Pages<T> pages(2 * kMiB);
   Driver& driver = *pages.driver;
   const Bytes bytes = random_bytes(kMiB - 3, 5);
@@ -127,9 +112,7 @@ TEST_CASE_TEMPLATE("bytes are copied within the device, in the order of a stream
   CHECK(pages.read(kMiB + 3, bytes.size()) == bytes);
 }
 
-TEST_CASE_TEMPLATE("behind a fence of the copying stream all copies before it are done", T,
-                   SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("behind a fence of the copying stream all copies before it are done") {
   Pages<T> pages(2 * kMiB);
   Driver& driver = *pages.driver;
   CHECK_FALSE(driver.capturing("test", driver.copy_stream()));
@@ -171,9 +154,7 @@ TEST_CASE("a fence of the copying stream passes no earlier than the copies befor
   pages.await_copies();
 }
 
-TEST_CASE_TEMPLATE("copies in opposite directions over the same memory keep their order", T,
-                   SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("copies in opposite directions over the same memory keep their order") {
   for (const std::size_t size : {3 * kMiB + 5, std::size_t{4097}, 2 * kMiB, std::size_t{1}}) {
     CAPTURE(size);
     const std::size_t rounds = size < kMiB ? 20 : 4;
@@ -200,8 +181,7 @@ TEST_CASE_TEMPLATE("copies in opposite directions over the same memory keep thei
   }
 }
 
-TEST_CASE_TEMPLATE("what is ordered behind copies finds them done", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("what is ordered behind copies finds them done") {
   constexpr std::size_t kSize = 4 * kMiB;
   Pages<T> pages(kSize);
   Driver& driver = *pages.driver;
@@ -241,8 +221,7 @@ TEST_CASE("copies wait for what the copying stream was ordered behind") {
   CHECK(to == Bytes(kMiB));
 }
 
-TEST_CASE_TEMPLATE("a refused copy launches nothing", T, CUDA_SUBJECTS) {  // I8
-  if (!is_available<T>()) return;
+CUDA_DRIVER_TEST("a refused copy launches nothing") {  // I8
   using Copying = CopyScene<T>;
   const auto each = [&](auto operation, std::uint8_t memory, std::uint8_t page) {
     refuse_each_call<T, Copying>(
@@ -283,27 +262,22 @@ TEST_CASE("where the host gives no thread for copies, that is said, and nothing 
   CHECK(memory == pages.read(0, kMiB));
 }
 
-TEST_CASE_TEMPLATE("many threads copy at once", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("many threads copy at once") {
   constexpr std::size_t kSize = 3 * kMiB / 2;
   Pages<T> pages(4 * kSize);
-  std::vector<std::thread> threads;
   std::atomic<int> wrong{0};
-  for (unsigned t = 0; t < 4; ++t) {
-    threads.emplace_back([&, t] {
-      Driver& driver = *pages.driver;
-      for (unsigned round = 0; round < 5; ++round) {
-        const Bytes from = random_bytes(kSize, t + 4 * round);
-        Bytes to(kSize);
-        pages.in(t * kSize, from);
-        pages.out(to, t * kSize);
-        const FencePtr fence = driver.fence(driver.copy_stream());
-        if (fence != nullptr) wrong += !comes_true([&] { return driver.passed(*fence); });
-        wrong += to != from;
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  in_threads(4, [&](std::size_t t) {
+    Driver& driver = *pages.driver;
+    for (unsigned round = 0; round < 5; ++round) {
+      const Bytes from = random_bytes(kSize, static_cast<unsigned>(t) + 4 * round);
+      Bytes to(kSize);
+      pages.in(t * kSize, from);
+      pages.out(to, t * kSize);
+      const FencePtr fence = driver.fence(driver.copy_stream());
+      if (fence != nullptr) wrong += !comes_true([&] { return driver.passed(*fence); });
+      wrong += to != from;
+    }
+  });
   CHECK(wrong == 0);
 }
 
@@ -345,8 +319,7 @@ TEST_CASE_TEMPLATE("a child that is forked beside copies is refused, and ends", 
   CHECK(pages.read(0, kSize) == from);
 }
 
-TEST_CASE_TEMPLATE("a driver that ends finishes its copies first", T, SUBJECTS) {  // I14
-  if (!is_available<T>()) return;
+DRIVER_TEST("a driver that ends finishes its copies first") {  // I14
   T::prepare();
   const std::string before = T::leaks();
   constexpr std::size_t kSize = 4 * kMiB;

@@ -9,8 +9,6 @@
 using namespace vtensor;
 using namespace vtensor::conformance;
 
-#define SUBJECTS Host, SimulatedCuda, RealCuda
-
 namespace {
 
 // A range with pages [1, 3) free to operate on, between two neighbours that must never change.
@@ -64,8 +62,7 @@ struct Scene : Bench<T> {
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("unmap is whole or not at all", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("unmap is whole or not at all") {
   for (const Access access : {Access::writable, Access::copy_on_write}) {
     refuse_each_call<T, Scene<T>>([&](Scene<T>& s) { s.map(s.at, s.from, access); },
                                   [&](Scene<T>& s) { s.unmap(s.at, s.from.size()); },
@@ -80,8 +77,7 @@ TEST_CASE_TEMPLATE("unmap is whole or not at all", T, SUBJECTS) {
   }
 }
 
-TEST_CASE_TEMPLATE("remap is whole or not at all", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("remap is whole or not at all") {
   for (const bool same_handles : {true, false}) {
     for (const Access before : {Access::writable, Access::copy_on_write}) {
       for (const Access after : {Access::writable, Access::copy_on_write}) {
@@ -104,8 +100,7 @@ TEST_CASE_TEMPLATE("remap is whole or not at all", T, SUBJECTS) {
   }
 }
 
-TEST_CASE_TEMPLATE("content operations leave other pages and all mappings alone", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("content operations leave other pages and all mappings alone") {
   const auto arrange = [](Scene<T>& s) { s.map(s.at, s.from, Access::writable); };
   refuse_each_call<T, Scene<T>>(
       arrange, [](Scene<T>& s) { s.driver->zero(s.at, s.page_size, s.driver->side_stream()); },
@@ -137,8 +132,7 @@ TEST_CASE_TEMPLATE("content operations leave other pages and all mappings alone"
       });
 }
 
-TEST_CASE_TEMPLATE("a refused create is out of memory, and costs nothing", T, SUBJECTS) {  // I9
-  if (!is_available<T>()) return;
+DRIVER_TEST("a refused create is out of memory, and costs nothing") {  // I9
   Bench<T> bench;
   if (!T::is_cuda) return;  // handles of the host are made without a call
   // The first call of each operation has the thread relaxed beside captures.
@@ -154,8 +148,7 @@ TEST_CASE_TEMPLATE("a refused create is out of memory, and costs nothing", T, SU
   bench.driver->destroy(handle, 1);
 }
 
-TEST_CASE_TEMPLATE("refused ranges are as before", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("refused ranges are as before") {
   {
     Bench<T> bench;
     bench.driver->meter().fail_after(0);

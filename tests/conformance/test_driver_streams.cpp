@@ -14,16 +14,11 @@
 using namespace vtensor;
 using namespace vtensor::conformance;
 
-#define SUBJECTS Host, SimulatedCuda, RealCuda
-#define CUDA_SUBJECTS SimulatedCuda, RealCuda
-
-TEST_CASE_TEMPLATE("behind a fence the work is done", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("behind a fence the work is done") {
   Bench<T> bench;
   Driver& driver = *bench.driver;
   const auto handles = bench.make_handles(2, 1);
-  const Address range = driver.reserve(2);
-  bench.map(range, handles, Access::writable);
+  const Address range = bench.mapped(handles, Access::writable);
   CHECK_FALSE(driver.capturing("test", driver.side_stream()));
   for (const Stream stream : {driver.side_stream(), Stream{0}}) {
     bench.fill(range, 0, 5);
@@ -39,19 +34,14 @@ TEST_CASE_TEMPLATE("behind a fence the work is done", T, SUBJECTS) {
     CHECK(bench.holds(range, 1, 2));
   }
   CHECK((driver.fence(0) == nullptr) == !T::is_cuda);
-  bench.unmap(range, handles.size());
-  driver.free_range(range, 2);
 }
 
-TEST_CASE_TEMPLATE("copy_pages copies many pages behind what the side stream waits for", T,
-                   SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("copy_pages copies many pages behind what the side stream waits for") {
   constexpr std::size_t kPages = 70;  // more than are copied at a time
   Bench<T> bench;
   Driver& driver = *bench.driver;
   const auto from = bench.make_handles(kPages, 1), to = bench.make_handles(kPages, 101);
-  const Address range = driver.reserve(kPages);
-  bench.map(range, from, Access::writable);
+  const Address range = bench.mapped(from, Access::writable);
   driver.zero(range, bench.page_size, 0);
   std::vector<PageCopy> copies;
   for (std::size_t i = 0; i < kPages; ++i) copies.push_back({to[i], range + i * bench.page_size});
@@ -62,43 +52,34 @@ TEST_CASE_TEMPLATE("copy_pages copies many pages behind what the side stream wai
     CHECK(bench.is_marked(to[i], static_cast<std::uint8_t>(1 + i)));
   }
   driver.copy_pages({});
-  bench.unmap(range, from.size());
-  driver.free_range(range, kPages);
 }
 
-TEST_CASE_TEMPLATE("free memory is told", T, SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("free memory is told") {
   Bench<T> bench;
   CHECK(bench.driver->free_memory() >= bench.page_size);
 }
 
-TEST_CASE_TEMPLATE("fences are made and dropped by many threads, and outlive the driver", T,
-                   SUBJECTS) {
-  if (!is_available<T>()) return;
+DRIVER_TEST("fences are made and dropped by many threads, and outlive the driver") {
   T::prepare();
   const std::string before = T::leaks();
   Bench<T> bench;
   std::vector<FencePtr> left(4);
+  in_threads(left.size(), [&](std::size_t t) {
+    Driver& driver = *bench.driver;
+    std::vector<FencePtr> mine;
+    for (int i = 0; i < 50; ++i) {
+      mine.push_back(driver.fence(driver.side_stream()));
+      if (mine.back() != nullptr) {
+        driver.order(0, *mine.back());
+        driver.passed(*mine.front());
+      }
+      if (i % 7 == 0) mine.clear();
+    }
+    left[t] = driver.fence(0);
+  });
+  // The driver's end beside theirs.
   std::atomic<bool> go{false};
   std::vector<std::thread> threads;
-  for (std::size_t t = 0; t < left.size(); ++t) {
-    threads.emplace_back([&, t] {
-      Driver& driver = *bench.driver;
-      std::vector<FencePtr> mine;
-      for (int i = 0; i < 50; ++i) {
-        mine.push_back(driver.fence(driver.side_stream()));
-        if (mine.back() != nullptr) {
-          driver.order(0, *mine.back());
-          driver.passed(*mine.front());
-        }
-        if (i % 7 == 0) mine.clear();
-      }
-      left[t] = driver.fence(0);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  threads.clear();
-  // The driver's end beside theirs.
   for (FencePtr& fence : left) {
     threads.emplace_back([&go, fence = std::move(fence)]() mutable {
       while (!go) std::this_thread::yield();
@@ -111,15 +92,13 @@ TEST_CASE_TEMPLATE("fences are made and dropped by many threads, and outlive the
   CHECK(T::leaks() == before);
 }
 
-TEST_CASE_TEMPLATE("nothing is launched in a stream that is being captured", T, CUDA_SUBJECTS) {
-  if (!is_available<T>()) return;
+CUDA_DRIVER_TEST("nothing is launched in a stream that is being captured") {
   Bench<T> bench;
   Driver& driver = *bench.driver;
   const Caller caller(T::library());
   const CallerStream captured(caller);
   const auto handles = bench.make_handles(1, 1);
-  const Address range = driver.reserve(1);
-  bench.map(range, handles, Access::writable);
+  const Address range = bench.mapped(handles, Access::writable);
   const FencePtr fence = driver.fence(driver.side_stream());
   REQUIRE(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
   CHECK(driver.capturing("test", captured.stream()));
@@ -131,13 +110,9 @@ TEST_CASE_TEMPLATE("nothing is launched in a stream that is being captured", T, 
   CHECK(caller.destroy_graph(caller.end(captured.handle)) == CUDA_SUCCESS);
   CHECK_FALSE(driver.capturing("test", captured.stream()));
   CHECK(bench.holds(range, 0, 1));
-  bench.unmap(range, handles.size());
-  driver.free_range(range, 1);
 }
 
-TEST_CASE_TEMPLATE("a blocking stream's capture keeps the default stream to itself", T,
-                   CUDA_SUBJECTS) {
-  if (!is_available<T>()) return;
+CUDA_DRIVER_TEST("a blocking stream's capture keeps the default stream to itself") {
   Bench<T> bench;
   const Caller caller(T::library());
   const CallerStream captured(caller, CU_STREAM_DEFAULT);
@@ -148,9 +123,7 @@ TEST_CASE_TEMPLATE("a blocking stream's capture keeps the default stream to itse
   CHECK_FALSE(bench.driver->capturing("test", 0));
 }
 
-TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does not harm it", T,
-                   CUDA_SUBJECTS) {
-  if (!is_available<T>()) return;
+CUDA_DRIVER_TEST("beside a capture in global mode the driver works, and does not harm it") {
   for (const bool in_worker : {false, true}) {
     CAPTURE(in_worker);
     Bench<T> bench;
@@ -190,9 +163,7 @@ TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does n
   }
 }
 
-TEST_CASE_TEMPLATE("what a graph keeps is released once, after all that was made from it", T,
-                   CUDA_SUBJECTS) {
-  if (!is_available<T>()) return;
+CUDA_DRIVER_TEST("what a graph keeps is released once, after all that was made from it") {
   Bench<T> bench;
   const Caller caller(T::library());
   const CallerStream captured(caller);
@@ -238,8 +209,7 @@ struct FenceScene : Bench<T> {
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("a refused keep_for_graph keeps nothing", T, CUDA_SUBJECTS) {  // I8
-  if (!is_available<T>()) return;
+CUDA_DRIVER_TEST("a refused keep_for_graph keeps nothing") {  // I8
   const auto release = [](void* counter) { ++*static_cast<std::atomic<int>*>(counter); };
   refuse_each_call<T, CaptureScene<T>>(
       [](CaptureScene<T>&) {},
@@ -257,8 +227,7 @@ TEST_CASE_TEMPLATE("a refused keep_for_graph keeps nothing", T, CUDA_SUBJECTS) {
       });
 }
 
-TEST_CASE_TEMPLATE("refused fences and orders leave the driver as it was", T, CUDA_SUBJECTS) {
-  if (!is_available<T>()) return;
+CUDA_DRIVER_TEST("refused fences and orders leave the driver as it was") {
   const auto works = [](FenceScene<T>& s, Outcome outcome) {
     CHECK(outcome != Outcome::broken);
     const FencePtr fence = s.driver->fence(s.driver->side_stream());

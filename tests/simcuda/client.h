@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "driver/driver.h"
 #include "simcuda/cuda_abi.h"
 #include "simcuda/simcuda.h"
 
@@ -54,6 +55,14 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(illegal_accesses, simcuda_illegal_accesses);
 #undef SIMCUDA_ENTRY
 };
+
+// The options of a driver over the simulated device.
+inline vtensor::CudaOptions simulated(std::size_t page_size, bool shareable = false) {
+  return {.shareable = shareable,
+          .page_size = page_size,
+          .library = simcuda_library(),
+          .memory_is_host_memory = true};
+}
 
 inline std::string describe(const SimcudaLeaks& left) { return SimcudaControl().describe(&left); }
 
