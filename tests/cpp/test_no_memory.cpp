@@ -108,6 +108,16 @@ void check_slots(SlotCache& cache) {
 
 using Operation = std::function<void()>;
 
+// Whether the n-th allocation of the operation was refused, from 0 on: it had so many.
+bool refuses(long n, const Operation& operation) {
+  allowed = n;
+  try {
+    operation();
+  } catch (const std::bad_alloc&) {
+  }
+  return std::exchange(allowed, -1) < 0;
+}
+
 // `prepare` returns the operation.
 template <class T>
 void each_allocation(const std::string& name, const std::function<Operation(Bench&)>& prepare) {
@@ -121,13 +131,7 @@ void each_allocation(const std::string& name, const std::function<Operation(Benc
       bench.clients.reserve(8);
       {
         const Operation operation = prepare(bench);
-        allowed = n;
-        try {
-          operation();
-        } catch (const std::bad_alloc&) {
-        }
-        refused = allowed < 0;
-        allowed = -1;
+        refused = refuses(n, operation);
       }
       CHECK_NOTHROW(bench.pool->check_invariants());
       if (bench.cache) check_slots(*bench.cache);
@@ -204,12 +208,7 @@ TEST_CASE("a growth that is refused leaves the memory of free pages to others") 
     };
     grown(kFew)->abandon();
     const std::shared_ptr<Buffer> large = Buffer::create(pool, shape(kMany), kCaller);
-    allowed = n;
-    try {
-      large->grow(kCaller, {0, kMany}, false);
-    } catch (const std::bad_alloc&) {
-    }
-    refused = std::exchange(allowed, -1) < 0;
+    refused = refuses(n, [&] { large->grow(kCaller, {0, kMany}, false); });
     large->abandon();
     const std::uint64_t before = pool->events().pages_recycled;
     const std::shared_ptr<Buffer> next = grown(kFew);
@@ -224,12 +223,7 @@ TEST_CASE("a pool knows each page that the device has made for it") {
     for (long n = 0; refused; ++n) {
       CAPTURE(n);
       auto pool = PagePool::create(OnSimulation::open(), {.budget = kPages * kPage});
-      allowed = n;
-      try {
-        operate(*pool);
-      } catch (const std::bad_alloc&) {
-      }
-      refused = std::exchange(allowed, -1) < 0;
+      refused = refuses(n, [&] { operate(*pool); });
       const PoolCounts counts = pool->counts();
       CHECK(OnSimulation::control().leaks().handles == counts.used + counts.spare);
       let_go<OnSimulation>(pool);
@@ -293,7 +287,8 @@ TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
     const auto launched = [&pool] {
       return pool->driver().meter().count(ThreadRole::caller, Call::cuMemsetD8Async);
     };
-    for (long n = 0, left = -1; left < 0; ++n) {
+    bool refused = true;
+    for (long n = 0; refused; ++n) {
       const std::shared_ptr<Buffer> buffer = Buffer::create(pool, kShape, kCaller);
       buffer->grow(kCaller, {0, 16}, false);
       {
@@ -302,13 +297,8 @@ TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
         pool->reap();
         const auto before = launched();
         bool zeroed = false;
-        allowed = n;
-        try {
-          zeroed = buffer->clean_some(lock, 4);
-        } catch (const std::bad_alloc&) {
-        }
-        left = std::exchange(allowed, -1);
-        CHECK((zeroed || (left < 0 && launched() == before)));
+        refused = refuses(n, [&] { zeroed = buffer->clean_some(lock, 4); });
+        CHECK((zeroed || (refused && launched() == before)));
         CHECK(buffer->is_quiet() == !zeroed);
         buffer->keep_nothing();
       }
@@ -488,28 +478,20 @@ struct DriverBench {
   DriverBench& operator=(const DriverBench&) = delete;
 
   const FreshDevice device{kPage};
-  const std::unique_ptr<Driver> driver = make_cuda_driver({.shareable = true,
-                                                           .page_size = kPage,
-                                                           .library = simcuda_library(),
-                                                           .memory_is_host_memory = true});
+  const std::unique_ptr<Driver> driver = make_cuda_driver(simulated(kPage, true));
   std::array<Handle, 2> old{}, other{};
   Address range = 0;
 };
 
 // Each leaves what was there, and no memory of the device that nothing knows of (I8, I14).
 void refuse_each_allocation(const std::function<void(DriverBench&)>& operate) {
-  for (long n = 0, done = 0; done == 0; ++n) {
+  bool refused = true;
+  for (long n = 0; refused; ++n) {
     REQUIRE(n < 50);
     CAPTURE(n);
     {
       DriverBench bench;
-      allowed = n;
-      try {
-        operate(bench);
-      } catch (const std::bad_alloc&) {
-      }
-      done = allowed >= 0;
-      allowed = -1;
+      refused = refuses(n, [&] { operate(bench); });
     }
     const SimcudaLeaks left = SimcudaControl().leaks();
     CHECK(left.handles == 0);
@@ -542,19 +524,13 @@ TEST_CASE("the end of a fence needs no memory, whichever allocation was refused 
       PagePool::create(OnSimulation::open(), {.budget = kPages * kPage});
   Driver& driver = pool->driver();
   std::vector<FencePtr> fences;
-  for (long n = 0, left = -1; left < 0; ++n) {
+  bool refused = true;
+  for (long n = 0; refused; ++n) {
     fences.clear();
     // More than before, so that there has to be room for more.
-    for (bool refused = false; !refused;) {
-      allowed = n;
-      try {
-        fences.push_back(driver.fence(driver.side_stream()));
-      } catch (const std::bad_alloc&) {
-        refused = true;
-      }
-      left = std::exchange(allowed, -1);
-      if (fences.size() == 64) break;
-    }
+    do {
+      refused = refuses(n, [&] { fences.push_back(driver.fence(driver.side_stream())); });
+    } while (!refused && fences.size() < 64);
     while (fences.size() < 80) fences.push_back(driver.fence(driver.side_stream()));
     allowed = 0;
     for (FencePtr& fence : fences) fence.reset();

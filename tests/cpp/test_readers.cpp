@@ -46,13 +46,6 @@ constexpr std::size_t kRows = 2, kCapacity = 64;
 constexpr int kSteps = 1500;
 const Caller kCaller{"test"};
 
-CudaOptions simulated() {
-  return {.shareable = true,
-          .page_size = kBytes,
-          .library = simcuda_library(),
-          .memory_is_host_memory = true};
-}
-
 // A pool of the host, or of the simulated device.
 std::shared_ptr<PagePool> open_pool(bool on_device, std::size_t pages, std::size_t prefetch) {
   PoolOptions options;
@@ -60,7 +53,7 @@ std::shared_ptr<PagePool> open_pool(bool on_device, std::size_t pages, std::size
   options.prefetch = prefetch;
   options.cache = prefetch;
   options.patience = kPatience;
-  auto driver = on_device ? make_cuda_driver(simulated())
+  auto driver = on_device ? make_cuda_driver(simulated(kBytes, true))
                           : make_host_driver({.page_size = kBytes, .shareable = true});
   return PagePool::create(std::move(driver), options);
 }
@@ -86,7 +79,8 @@ class Writer : public Owner {
   Descriptor open_range() const { return buffer_->range().shared()->open_for_reader("test"); }
   std::unique_ptr<RangeReaders> read() const {
     const Descriptor range = open_range();
-    return std::make_unique<RangeReaders>(std::span(&range, 1), open_memory(), 2, simulated());
+    return std::make_unique<RangeReaders>(std::span(&range, 1), open_memory(), 2,
+                                          simulated(kBytes, true));
   }
   // A change of the table that has not ended. Requires: the pool's lock.
   void show_page_0_again() VT_LOCKED { buffer_->range().show({0, {0, 1}}); }
@@ -205,7 +199,8 @@ TEST_CASE("what a reader takes is of one moment, however often it changes") {
   buffer->share("test", kWords);
   const std::shared_ptr<SharedRange> shared = buffer->range().shared();
   const Descriptor range = shared->open_for_reader("test");
-  RangeReaders readers(std::span(&range, 1), pool->open_for_readers("test"), kWords, simulated());
+  RangeReaders readers(std::span(&range, 1), pool->open_for_readers("test"), kWords,
+                       simulated(kBytes, true));
   const RangeReader& reader = readers.at(0);
   const auto change = [&](bool table, std::size_t number) {
     if (!table) {
@@ -286,7 +281,8 @@ TEST_CASE("a large table is read while it changes, and only where it ever had pa
       }
     });
     const std::size_t before = kept();
-    RangeReaders readers(std::span(&range, 1), pool->open_for_readers("test"), 2, simulated());
+    RangeReaders readers(std::span(&range, 1), pool->open_for_readers("test"), 2,
+                         simulated(kBytes, true));
     const RangeReader& reader = readers.at(0);
     const auto read = [&readers] {
       for (int seen = 0; seen < 20;) seen += readers.sync(kCaller, readers.stale());
@@ -337,8 +333,9 @@ TEST_CASE("a range of pages that the host does not have is refused, and nothing 
   facts.page_size = 3 * kBytes;
   const Descriptor wrong = copy_with(real, facts);
   const std::ptrdiff_t before = descriptors();
-  CHECK_THROWS_AS(RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated()),
-                  InvalidArgument);
+  CHECK_THROWS_AS(
+      RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated(kBytes, true)),
+      InvalidArgument);
   CHECK(descriptors() == before);
 }
 
@@ -351,8 +348,9 @@ TEST_CASE("a range whose holes would lie past its end is refused") {
   for (const std::size_t every : {facts.pages - 1, 2 * facts.pages}) {
     facts.backed = {.first = every, .every = every};
     const Descriptor wrong = copy_with(real, facts);
-    CHECK_THROWS_AS(RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated()),
-                    InvalidArgument);
+    CHECK_THROWS_AS(
+        RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated(kBytes, true)),
+        InvalidArgument);
   }
 }
 
