@@ -14,7 +14,7 @@
 namespace vtensor {
 namespace {
 
-// A limit over numbers of our own. Of 1,600 mappings 100 are headroom.
+// A driver under a limit over numbers of our own. Of 1,600 mappings 100 are headroom.
 struct FakeLimit {
   std::size_t limit = 1600;
   std::size_t others = 1000;
@@ -26,8 +26,12 @@ struct FakeLimit {
                       return others + drivers;
                     }}};
 
-  // Counts with the driver's ranges as the kernel does.
-  void count(Address range, std::size_t pages) { drivers = maps_of(range, pages * kPage).size(); }
+  const std::unique_ptr<Driver> driver = make_host_driver({.page_size = kPage, .limit = &checked});
+  const Address range = driver->reserve(2000);
+  const Handle h = driver->create(4000);
+
+  // Counts the driver's range as the kernel does.
+  void count() { drivers = maps_of(range, 2000 * kPage).size(); }
 };
 
 bool limit_is_out_of_reach() {
@@ -100,16 +104,13 @@ class FakeRoot {
 
 }  // namespace
 
-TEST_CASE("a map that would pass the limit on mappings is refused, and says so") {
-  FakeLimit limit;
-  const auto driver = make_host_driver({.page_size = kPage, .limit = &limit.checked});
-  const Address range = driver->reserve(2000);
-  const Handle h = driver->create(4000);
+TEST_CASE_FIXTURE(FakeLimit,
+                  "a map that would pass the limit on mappings is refused, and says so") {
   std::size_t mapped = 0;
   std::string message;
   try {
     for (; mapped < 2000; ++mapped) {
-      limit.count(range, 2000);
+      count();
       map_run(*driver, range + mapped * kPage, {{h + 2 * mapped}}, Access::writable);
     }
   } catch (const DriverError& error) {
@@ -123,7 +124,7 @@ TEST_CASE("a map that would pass the limit on mappings is refused, and says so")
   CHECK(contains(message, "a pool of larger pages"));
   CHECK(contains(message, "sysctl vm.max_map_count"));
   CHECK(memfd_mappings(range, 2000 * kPage) == mapped);
-  CHECK(limit.samples < 20);
+  CHECK(samples < 20);
 
   SUBCASE("what takes no more mappings still goes") {
     driver->remap(range, scattered(h, mapped), Access::writable, scattered(h + 1, mapped),
@@ -132,26 +133,22 @@ TEST_CASE("a map that would pass the limit on mappings is refused, and says so")
   }
   SUBCASE("after room was made it goes again") {
     driver->unmap(range, mapped);
-    limit.count(range, 2000);
+    count();
     map_run(*driver, range, scattered(h, mapped), Access::writable);
   }
   SUBCASE("a raised limit counts at once") {
-    limit.limit = 3200;
+    limit = 3200;
     map_run(*driver, range + mapped * kPage, {{h + 2 * mapped}}, Access::writable);
   }
   SUBCASE("a second driver has no room either") {
-    limit.count(range, 2000);
-    limit.others += 10;
-    const auto other = make_host_driver({.page_size = kPage, .limit = &limit.checked});
+    count();
+    others += 10;
+    const auto other = make_host_driver({.page_size = kPage, .limit = &checked});
     CHECK_THROWS_AS(other->reserve(1), DriverError);
   }
 }
 
-TEST_CASE("a batch over the limit is refused before its first mapping") {
-  FakeLimit limit;
-  const auto driver = make_host_driver({.page_size = kPage, .limit = &limit.checked});
-  const Address range = driver->reserve(2000);
-  const Handle h = driver->create(4000);
+TEST_CASE_FIXTURE(FakeLimit, "a batch over the limit is refused before its first mapping") {
   const auto before = driver->meter().count(ThreadRole::caller, Call::mmap);
   CHECK_THROWS_AS(map_run(*driver, range, scattered(h, 600), Access::writable), DriverError);
   CHECK(driver->meter().count(ThreadRole::caller, Call::mmap) == before);
@@ -162,11 +159,7 @@ TEST_CASE("a batch over the limit is refused before its first mapping") {
   CHECK(memfd_mappings(range, 2000 * kPage) == 1);
 }
 
-TEST_CASE("what unmapping and remapping cut is counted") {
-  FakeLimit limit;
-  const auto driver = make_host_driver({.page_size = kPage, .limit = &limit.checked});
-  const Address range = driver->reserve(2000);
-  const Handle h = driver->create(4000);
+TEST_CASE_FIXTURE(FakeLimit, "what unmapping and remapping cut is counted") {
   map_run(*driver, range, adjacent(h, 800), Access::writable);
   SUBCASE("unmapping") {
     for (std::size_t i = 1; i < 400; i += 2) {
@@ -179,20 +172,16 @@ TEST_CASE("what unmapping and remapping cut is counted") {
                     Access::copy_on_write);
     }
   }
-  limit.count(range, 2000);
-  CHECK(limit.drivers > 400);
+  count();
+  CHECK(drivers > 400);
   CHECK_THROWS_AS(map_run(*driver, range + 800 * kPage, scattered(h + 2000, 150), Access::writable),
                   DriverError);
 }
 
-TEST_CASE("mappings that others make meanwhile are noticed") {
-  FakeLimit limit;
-  const auto driver = make_host_driver({.page_size = kPage, .limit = &limit.checked});
-  const Address range = driver->reserve(2000);
-  const Handle h = driver->create(4000);
+TEST_CASE_FIXTURE(FakeLimit, "mappings that others make meanwhile are noticed") {
   map_run(*driver, range, scattered(h, 100), Access::writable);
-  limit.count(range, 2000);
-  limit.others = 1300;
+  count();
+  others = 1300;
   CHECK_THROWS_AS(map_run(*driver, range + 200 * kPage, scattered(h + 400, 300), Access::writable),
                   DriverError);
 }

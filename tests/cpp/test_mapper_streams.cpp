@@ -30,30 +30,36 @@ namespace {
 constexpr std::size_t kBytes = std::size_t{64} << 10;  // of a page
 constexpr std::size_t kCapacity = 64;                  // positions of half a page
 
-std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
-  options.budget = pages * kBytes;
-  options.patience = kPatience;
-  CudaOptions cuda;
-  cuda.page_size = kBytes;
-  cuda.library = simcuda_library();
-  cuda.memory_is_host_memory = true;
-  return PagePool::create(make_cuda_driver(cuda), options);
-}
+// A pool of a fresh device, and a caller with a stream. In the end nothing of the pool is left.
+struct Scene {
+  explicit Scene(std::size_t pages, PoolOptions options = {}) {
+    options.budget = pages * kBytes;
+    options.patience = kPatience;
+    pool = PagePool::create(make_cuda_driver(simulated(kBytes)), options);
+  }
+  ~Scene() {
+    pool->retire();
+    pool->wait_idle(kPatience);
+    CHECK(pool->counts().used == 0);
+    pool.reset();
+    CHECK(comes_true([&] { return control.leaks().contexts == 0; }));
+  }
+  Scene(const Scene&) = delete;
+  Scene& operator=(const Scene&) = delete;
 
-// As there, where streams are left.
-void let_go(const SimcudaControl& control, std::shared_ptr<PagePool>& pool) {
-  pool.reset();
-  CHECK(comes_true([&] { return control.leaks().contexts == 0; }));
-}
+  const FreshDevice control{kBytes};
+  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
+  std::shared_ptr<PagePool> pool;
+};
 
 }  // namespace
 
 // A driver call of each kind takes so long that others come meanwhile, if the lock lets them.
 TEST_CASE("the lock is free while driver calls wait for the device") {
   constexpr double kBusy = 300;  // ms
-  const FreshDevice control(kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(256, {.prefetch = 8 * kBytes});
-  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), true};
+  const Scene scene(256, {.prefetch = 8 * kBytes});
+  const auto& [control, unnamed, pool] = scene;
+  const Caller caller{"test", unnamed.stream, true};
   const std::uint64_t elsewhere = control.make_stream(0);
   const RowShape shape{2, kBytes / 2, kCapacity, 0, false};
   const std::size_t rows[] = {0, 1};
@@ -117,47 +123,36 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   owner.reset();
   pool->wait_idle(kPatience);
   CHECK(pool->counts().used == 0);
-  forks.clear();
-  let_go(control, pool);
 }
 
 // Two of four pages are wanted ahead while the other tensor has them all.
 TEST_CASE("pages are wanted as long as some are on their way out, and no longer") {
   constexpr double kBusy = 100;  // ms
-  const FreshDevice control(kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(4, {.prefetch = 8 * kBytes});
+  const Scene scene(4, {.prefetch = 8 * kBytes});
+  const auto& [control, caller, pool] = scene;
   const RowShape shape{1, kBytes / 2, kCapacity, 0, false};
-  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
-  {
-    Owner holder(pool, caller, shape), wants(pool, caller, shape);
-    holder.grow(8, false);
-    for (const bool leaving : {false, true}) {
-      CAPTURE(leaving);
-      if (leaving) {
-        control.occupy(caller.stream, kBusy);
-        holder.shrink(6, false);  // its pages wait for what runs in the stream
-      }
-      wants.prepare(4);
-      pool->wait_idle(kPatience);
-      CHECK(pool->counts().prefetched == (leaving ? 2 : 0));
+  Owner holder(pool, caller, shape), wants(pool, caller, shape);
+  holder.grow(8, false);
+  for (const bool leaving : {false, true}) {
+    CAPTURE(leaving);
+    if (leaving) {
+      control.occupy(caller.stream, kBusy);
+      holder.shrink(6, false);  // its pages wait for what runs in the stream
     }
-    wants.grow(4, false);
-    CHECK(pool->events().growths_mapped == 1);  // the holder's
-    CHECK(pool->events().growths_ready == 1);
-    pool->check_invariants();
+    wants.prepare(4);
+    pool->wait_idle(kPatience);
+    CHECK(pool->counts().prefetched == (leaving ? 2 : 0));
   }
-  pool->wait_idle(kPatience);
-  pool->retire();
-  pool->wait_idle(kPatience);
-  CHECK(pool->counts().used == 0);
-  let_go(control, pool);
+  wants.grow(4, false);
+  CHECK(pool->events().growths_mapped == 1);  // the holder's
+  CHECK(pool->events().growths_ready == 1);
+  pool->check_invariants();
 }
 
 // The mapper is unmapping when the owner leaves.
 TEST_CASE("what is freed while a part of it is unmapped is kept for the next owner") {
-  const FreshDevice control(kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(64, {.prefetch = 8 * kBytes, .cache = 64 * kBytes});
-  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
+  const Scene scene(64, {.prefetch = 8 * kBytes, .cache = 64 * kBytes});
+  const auto& [control, caller, pool] = scene;
   std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, kCapacity, 0, false}, caller);
   buffer->grow(caller, {0, kCapacity}, false);
   REQUIRE(control.hold_calls("cuMemUnmap", 1) == 0);
@@ -172,17 +167,12 @@ TEST_CASE("what is freed while a part of it is unmapped is kept for the next own
   pool->wait_idle(kPatience);
   CHECK(pool->counts().cached >= 2);
   CHECK(pool->counts().mapped == pool->counts().cached);
-  pool->retire();
-  pool->wait_idle(kPatience);
-  let_go(control, pool);
 }
 
 // A preparation that finds memory evicts as much as it needs, and what it finds comes.
 TEST_CASE("pages on their way out count once as memory to come, and shared ones never") {
-  const FreshDevice control(kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(16, {.cache = 16 * kBytes});
-  const Stream stream = control.make_stream(0);
-  const Caller caller{"test", stream, false};
+  const Scene scene(16, {.cache = 16 * kBytes});
+  const auto& [control, caller, pool] = scene;
   const auto owner = [&](std::size_t capacity) {
     const RowShape shape{1, kBytes, capacity, 0, false};
     std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, caller);
@@ -197,7 +187,7 @@ TEST_CASE("pages on their way out count once as memory to come, and shared ones 
     const std::shared_ptr<Arena> pieces = Arena::make(pool, 8 * kBytes, false, caller);
     const Interval all{0, 8 * kBytes}, some{0, 6 * kBytes};
     pieces->map(caller, {&all, 1});
-    control.hold(stream);
+    control.hold(caller.stream);
     pieces->unmap(caller, {&all, 1});
     CHECK(pieces->trim(caller, {&some, 1}) == 6);
     owner(6)->abandon();
@@ -211,7 +201,7 @@ TEST_CASE("pages on their way out count once as memory to come, and shared ones 
     const std::vector<std::size_t> rows{0};
     const std::shared_ptr<Buffer> fork = parent->share_rows(caller, parent->shape(), rows, false);
     owner(6)->abandon();
-    control.hold(stream);
+    control.hold(caller.stream);
     fork->use(caller);
     fork->abandon();
     CHECK(pool->counts().cached == 4);
@@ -219,37 +209,29 @@ TEST_CASE("pages on their way out count once as memory to come, and shared ones 
     CHECK(pool->counts().cached == 0);
     parent->abandon();
   }
-  control.release(stream);
-  pool->wait_idle(kPatience);
-  let_go(control, pool);
+  control.release(caller.stream);
 }
 
 TEST_CASE("free pages that a refused look-ahead has taken are free again") {
-  const FreshDevice control(kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(8, {.prefetch = 8 * kBytes});
+  const Scene scene(8, {.prefetch = 8 * kBytes});
+  const auto& [control, caller, pool] = scene;
   const RowShape shape{1, kBytes, kCapacity, 0, false};
-  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
   Owner(pool, caller, shape).grow(2, false);
   pool->wait_idle(kPatience);
   CHECK(pool->counts().spare == 2);
-  {
-    Owner wants(pool, caller, shape);
-    CHECK(control.fail("cuMemCreate", 0, 1000, cuda::CUDA_ERROR_OUT_OF_MEMORY) == 0);
-    wants.prepare(4);
-    pool->wait_idle(kPatience);
-    CHECK(control.fail("cuMemCreate", 0, 0, 0) == 0);
-    CHECK(pool->counts().prefetched == 0);
-    CHECK(pool->counts().spare == 2);
-  }
+  Owner wants(pool, caller, shape);
+  CHECK(control.fail("cuMemCreate", 0, 1000, cuda::CUDA_ERROR_OUT_OF_MEMORY) == 0);
+  wants.prepare(4);
   pool->wait_idle(kPatience);
-  let_go(control, pool);
+  CHECK(control.fail("cuMemCreate", 0, 0, 0) == 0);
+  CHECK(pool->counts().prefetched == 0);
+  CHECK(pool->counts().spare == 2);
 }
 
 // It has no other work than to zero what was freed.
 TEST_CASE("a refusal of the mapper's first call is raised once, and the mapper asked again") {
-  const FreshDevice control(kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(8, {.cache = 8 * kBytes});
-  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
+  const Scene scene(8, {.cache = 8 * kBytes});
+  const auto& [control, caller, pool] = scene;
   const std::uint64_t before = control.calls("cuMemGetInfo");
   // Twice: what woke the mapper may have it try again at once.
   CHECK(control.fail("cuMemGetInfo", 0, 2, cuda::CUDA_ERROR_UNKNOWN) == 0);
@@ -262,33 +244,27 @@ TEST_CASE("a refusal of the mapper's first call is raised once, and the mapper a
   }
   CHECK_NOTHROW(pool->wait_idle(kPatience));
   CHECK(pool->counts().cached == 2);
-  pool->retire();
-  pool->wait_idle(kPatience);
-  let_go(control, pool);
 }
 
 TEST_CASE("the worker of a retired pool goes on after a refusal (I14)") {
-  const FreshDevice control(kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(8, {});
-  const Stream stream = control.make_stream(0);
-  control.hold(stream);
+  const Scene scene(8);
+  const auto& [control, caller, pool] = scene;
+  control.hold(caller.stream);
   auto memory = std::make_shared<int>();
   const std::weak_ptr<int> kept = memory;
-  pool->keep_until(pool->driver().fence(stream), std::move(memory));
+  pool->keep_until(pool->driver().fence(caller.stream), std::move(memory));
   pool->retire();
   const std::uint64_t before = control.calls("cuEventQuery");
   // Several, because the worker that has just been woken looks once more before it sleeps.
   CHECK(control.fail("cuEventQuery", 0, 3, cuda::CUDA_ERROR_UNKNOWN) == 0);
   CHECK(comes_true([&] { return control.calls("cuEventQuery") >= before + 3; }));
-  control.release(stream);
+  control.release(caller.stream);
   CHECK(comes_true([&] { return kept.expired(); }));
-  let_go(control, pool);
 }
 
 TEST_CASE("pages of the last owner are not ready with those that come behind them (I7)") {
-  const FreshDevice control(kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(8, {.prefetch = 8 * kBytes, .cache = 8 * kBytes});
-  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
+  const Scene scene(8, {.prefetch = 8 * kBytes, .cache = 8 * kBytes});
+  const auto& [control, caller, pool] = scene;
   const RowShape shape{1, kBytes, 8, 0, false};
   std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, caller);
   buffer->grow(caller, {0, 4}, false);
@@ -306,27 +282,21 @@ TEST_CASE("pages of the last owner are not ready with those that come behind the
   const char* const bytes = reinterpret_cast<char*>(buffer->address_of(0, 0));
   CHECK(std::all_of(bytes, bytes + 2 * kBytes, [](char byte) { return byte == 0; }));
   buffer->abandon();
-  buffer.reset();
-  pool->retire();
-  pool->wait_idle(kPatience);
-  let_go(control, pool);
 }
 
 TEST_CASE(
     "a named stream has its fence at once though the driver refuses to ask after an older one") {
-  const FreshDevice control(kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(4, {});
+  const Scene scene(4);
+  const auto& [control, caller, pool] = scene;
   PendingWork work(pool->driver());
-  const std::uint64_t first = control.make_stream(0), second = control.make_stream(0);
+  const Stream first = caller.stream, second = control.make_stream(0);
   control.hold(first);
-  work.note(Caller{"test", static_cast<Stream>(first), true});
+  work.note(Caller{"test", first, true});
   REQUIRE(control.fail("cuEventQuery", 0, 1, cuda::CUDA_ERROR_UNKNOWN) == 0);
-  work.note(Caller{"test", static_cast<Stream>(second), true});
+  work.note(Caller{"test", second, true});
   control.destroy_stream(second);  // its owner may do so from now on
   CHECK(work.fences().size() == 2);
   control.release(first);
-  work.clear();
-  let_go(control, pool);
 }
 
 }  // namespace vtensor
