@@ -72,40 +72,6 @@ class OneSample:
     swap_in = fork = reorder = _refuse
 
 
-class StaticCache(OneSample):
-    """A slot of ``max_len`` tokens for each request, like preallocated tensors, as far as the memory for
-    ``tokens`` goes."""
-
-    def __init__(self, tokens: int, max_batch: int, max_len: int) -> None:
-        super().__init__(min(max_batch, tokens // max_len), max_len)
-        if self.max_batch < 1:
-            raise InvalidArgument(
-                f"[StaticCache] one slot of {max_len} tokens, but memory for {tokens}: give it more, or "
-                "lower max_len"
-            )
-
-    def alloc(self, tokens: Sequence[int] | None = None, *, salt: str = "", expect: int = 0) -> int:
-        return self._free_slots.pop()
-
-    def step(self, lengths: Sequence[int]) -> bool:
-        if max(lengths) > self.max_len:
-            raise CapacityExceeded(
-                f"[StaticCache.step] {max(lengths)} tokens, a slot has {self.max_len}: make it larger"
-            )
-        self._lengths = list(lengths)
-        return True
-
-    def fits(self, lengths: Sequence[int]) -> bool:
-        return max(lengths) <= self.max_len
-
-    def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int:
-        return 0
-
-    def stats(self) -> ManagerStats:
-        live, held = sum(self._lengths), (self.max_batch - len(self._free_slots)) * self.max_len
-        return ManagerStats(unit=self.max_len, tokens=live, waste=held / live - 1 if live else 0.0)
-
-
 class PagedCache(OneSample):
     """PagedAttention's memory manager: frames of 16 tokens, and a table of frames for each sequence. It has
     the tables only, and no memory.
@@ -131,7 +97,7 @@ class PagedCache(OneSample):
     def __init__(self, frames: int, max_batch: int, max_len: int, *, frame_tokens: int = 16) -> None:
         if frames < 1:
             raise InvalidArgument(
-                f"[PagedCache] memory for {frames} frames of {frame_tokens} tokens: give it more"
+                f"[{type(self).__name__}] memory for {frames} frames of {frame_tokens} tokens: give it more"
             )
         super().__init__(max_batch, max_len)
         self.frame_tokens = frame_tokens
@@ -217,6 +183,22 @@ class PagedCache(OneSample):
         live = sum(self._lengths[slot] for slot in used)
         held = sum(len(self.tables[slot]) for slot in used) * self.frame_tokens
         return ManagerStats(unit=self.frame_tokens, tokens=live, waste=held / live - 1 if live else 0.0)
+
+
+class StaticCache(PagedCache):
+    """A slot of ``max_len`` tokens for each request, like preallocated tensors, as far as the memory for
+    ``tokens`` goes: one frame each, which no other request shares."""
+
+    def __init__(self, tokens: int, max_batch: int, max_len: int) -> None:
+        frames = tokens // max_len
+        super().__init__(frames, min(max_batch, frames), max_len, frame_tokens=max_len)
+
+    def step(self, lengths: Sequence[int]) -> bool:
+        if max(lengths) > self.max_len:
+            raise CapacityExceeded(
+                f"[StaticCache.step] {max(lengths)} tokens, a slot has {self.max_len}: make it larger"
+            )
+        return super().step(lengths)
 
 
 class RadixCache(OneSample):

@@ -88,23 +88,22 @@ def _vtensor(server: Server) -> Iterator[ReplayCache]:
         pool = Pool("cpu", page_size=page_size, budget=budget)
     else:
         pool = simulated_cuda_pool(page_size=page_size, budget=budget)
-    try:
-        with KVCache(
+    with (
+        pool,
+        KVCache(
             shape.layers,
             1,
             shape.kv_heads * shape.head_dim // factor,
             server.max_batch,
             server.max_len,
             torch.bfloat16,
-            pool.device,
             layer_group=server.layer_group,
             lookahead=server.lookahead,
             tile=1,
             pool=pool,
-        ) as cache:
-            yield cache
-    finally:
-        pool.close()
+        ) as cache,
+    ):
+        yield cache
 
 
 @dataclass(frozen=True)

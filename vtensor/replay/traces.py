@@ -53,14 +53,11 @@ class PieceTokens(Sequence[int]):
         places = range(self._length)[index]
         if places.step != 1:
             return [self[place] for place in places]
+        first = places.start // PIECE_TOKENS
         tokens: list[int] = []
-        for i in range(places.start // PIECE_TOKENS, -(-places.stop // PIECE_TOKENS)):
-            first = self._pieces[i] * PIECE_TOKENS
-            before = i * PIECE_TOKENS
-            tokens.extend(
-                range(first + max(places.start - before, 0), first + min(places.stop - before, PIECE_TOKENS))
-            )
-        return tokens
+        for piece in self._pieces[first : -(-places.stop // PIECE_TOKENS)]:
+            tokens.extend(range(piece * PIECE_TOKENS, (piece + 1) * PIECE_TOKENS))
+        return tokens[places.start - first * PIECE_TOKENS : places.stop - first * PIECE_TOKENS]
 
 
 @dataclass(frozen=True)
