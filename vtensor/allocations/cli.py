@@ -23,7 +23,6 @@ is mapped, except with --allocator vtensor, and no device is needed."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command to those of ``python -m vtensor``."""
     parser = subparsers.add_parser(
         "replay-allocations",
         help="the smallest device for recorded allocations, by allocator",
@@ -52,7 +51,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Runs the command."""
     traces = {path: read_allocations(path, arguments.device) for path in arguments.traces}
     comparisons = []
     with Progress() as progress:

@@ -53,14 +53,8 @@ def malformed(what: str) -> InvalidArgument:
 
 
 def checked(events: Iterable[tuple[str, Event]]) -> Iterable[Event]:
-    """Passes events on, and checks that every allocation is freed at most once, with its bytes and stream.
-
-    Args:
-        events: the events, each with its place in the file, for errors.
-
-    Raises:
-        InvalidArgument: for an event that cannot follow those before it.
-    """
+    """Passes events on, and refuses one that cannot follow those before it: every allocation is freed at most
+    once, with its bytes and stream. Each event has its place in the file."""
     live: dict[int, Event] = {}
     for place, event in events:
         if not 0 < event.bytes <= MOST_BYTES:
@@ -93,11 +87,7 @@ def named(
     """Gives each allocation a name of its own, in place of its address, which the recorded allocator reuses.
 
     Allocations from before the recording come first, in order of addresses. They are known from their frees,
-    or because they were live when the recording ended.
-
-    Args:
-        recorded: events in order, each with its place in the file.
-        live_at_end: allocations that existed when the recording ended; those recorded are left out.
+    or because they were live when the recording ended. Each event has its place in the file.
     """
     events = list(recorded)
     seen: set[int] = set()

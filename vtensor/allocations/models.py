@@ -62,28 +62,20 @@ Opened: TypeAlias = Callable[[int], AbstractContextManager[Allocator]]
 
 class Model:
     """The base of the models of allocators: the bytes of a device, counts of calls, and addresses of ranges
-    that never touch.
-
-    Args:
-        capacity: bytes of the device.
-    """
+    that never touch. ``capacity`` is the device's, in bytes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.device_bytes = 0
         self.calls: Counter[str] = Counter()
-        self._ranges = count(1)
+        self.addresses = count(_ADDRESSES, _ADDRESSES)
+        """The first addresses of new ranges."""
 
     def take(self, nbytes: int) -> bool:
-        """Takes bytes of the device; False if there are too few."""
         if self.device_bytes + nbytes > self.capacity:
             return False
         self.device_bytes += nbytes
         return True
-
-    def addresses(self) -> int:
-        """The first address of a new range."""
-        return _ADDRESSES * next(self._ranges)
 
     def refused(self, nbytes: int) -> OutOfPages:
         return OutOfPages(
@@ -132,7 +124,7 @@ class NativeAllocator(Model):
                 self.release()
             self.calls["cudaMalloc"] += 1
             if self.take(asked):
-                return Piece(self.addresses(), asked, stream)
+                return Piece(next(self.addresses), asked, stream)
         raise self.refused(asked)
 
 
@@ -229,7 +221,7 @@ class GrowingRanges(Pieces):
             if room >= size:
                 return piece
         self._model.calls["cuMemAddressReserve"] += 1
-        begin = _rounded(self._model.addresses(), self._page)
+        begin = _rounded(next(self._model.addresses), self._page)
         piece = Piece(begin, max(self._reserved, _rounded(size, self._page)), stream, False)
         self.add(piece)
         return piece
@@ -270,11 +262,8 @@ class GrowingRanges(Pieces):
 class ExpandableAllocator(PagedModel):
     """torch's expandable segments: a range for each stream in a pool of small and one of large allocations.
 
-    All free pages are unmapped before an allocation is refused.
-
-    Args:
-        capacity: bytes of the device.
-        page: bytes of a page of the pool of large allocations; torch's are 20 MiB.
+    All free pages are unmapped before an allocation is refused. ``page`` is the size of a page of the pool of
+    large allocations, in bytes; torch's are of 20 MiB.
     """
 
     def __init__(self, capacity: int, page: int = _LARGE_BUFFER) -> None:
@@ -316,7 +305,7 @@ class StitchedAllocator(PagedModel):
     needed elsewhere. Then as many free pages as are missing move, from any place and stream.
 
     Args:
-        capacity: bytes of the device.
+        capacity: as for :class:`Model`.
         most_loss: an allocation of a page and more takes whole pages if it leaves at most this share of them
             empty; 1 lets all of them take whole pages.
     """
@@ -360,7 +349,6 @@ def _growable(piece: Piece) -> int:
 
 
 def _rounded(nbytes: int, multiple: int) -> int:
-    """``nbytes`` rounded up."""
     return -(-nbytes // multiple) * multiple
 
 

@@ -28,7 +28,6 @@ class Piece:
         return rest
 
     def absorb(self, neighbour: Piece) -> None:
-        """Takes in the piece before or after."""
         if self.prev is neighbour:
             self.address, self.prev = neighbour.address, neighbour.prev
             if self.prev:

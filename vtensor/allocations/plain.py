@@ -54,7 +54,7 @@ def _line(event: Event) -> str:
 
 
 def _events(path: Path, lines: Iterable[str], notes: list[str]) -> Iterator[tuple[str, Event]]:
-    live: dict[int, Event] = {}
+    last: dict[int, Event] = {}  # by id
     header = False
     for number, text in enumerate(lines, 1):
         place, line = f"{path} line {number}", text.strip()
@@ -67,34 +67,23 @@ def _events(path: Path, lines: Iterable[str], notes: list[str]) -> Iterator[tupl
                 raise malformed(f"{place}: the columns are {brief(line)}, not {_COLUMNS}")
             header = True
         else:
-            event = _event(place, line.split(","), live)
+            event = _event(place, line.split(","), last)
             yield place, event
-            if event.kind == "alloc":
-                live[event.id] = event
-            else:
-                del live[event.id]
+            last[event.id] = event
 
 
-def _event(place: str, fields: list[str], live: dict[int, Event]) -> Event:
+def _event(place: str, fields: list[str], last: dict[int, Event]) -> Event:
     if len(fields) != 4:
         raise malformed(f"{place}: {len(fields)} fields, not {_COLUMNS}")
     kind, name, nbytes, stream = fields
-    if kind == "alloc":
-        return Event(
-            "alloc",
-            _whole(place, "id", name),
-            _whole(place, "bytes", nbytes),
-            _whole(place, "stream", stream),
-        )
-    if kind != "free":
+    if kind not in ("alloc", "free"):
         raise malformed(f"{place}: event {brief(kind)}: write alloc or free")
-    begun = live.get(number := _whole(place, "id", name))
-    return Event(
-        "free",
-        number,
-        begun.bytes if begun and not nbytes else _whole(place, "bytes", nbytes or "1"),
-        begun.stream if begun and not stream else _whole(place, "stream", stream or "0"),
-    )
+    number = _whole(place, "id", name)
+    begun = last.get(number, Event("free", number, 1, 0))
+    if kind == "free":
+        nbytes, stream = nbytes or str(begun.bytes), stream or str(begun.stream)
+    size, of_stream = _whole(place, "bytes", nbytes), _whole(place, "stream", stream)
+    return Event("free" if kind == "free" else "alloc", number, size, of_stream)
 
 
 def _whole(place: str, name: str, text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from vtensor import _core
 from vtensor.allocations.models import PAGE
@@ -25,10 +25,7 @@ class RealAllocator:
 
     @property
     def calls(self) -> Mapping[str, int]:
-        calls: Counter[str] = Counter()
-        for of_thread in self._pool.stats().driver_calls.values():
-            calls.update(of_thread)
-        return calls
+        return sum(map(Counter, self._pool.stats().driver_calls.values()), Counter())
 
     def allocate(self, nbytes: int, stream: int, /) -> int:
         begun = time.perf_counter()
@@ -46,9 +43,8 @@ class RealAllocator:
 @contextmanager
 def real(capacity: int) -> Iterator[RealAllocator]:
     """Opens a :class:`RealAllocator` over ``capacity`` bytes of the host, in pages of 2 MiB."""
-    with Pool("cpu", page_size=PAGE, budget=capacity) as pool:
-        heap = _core.HeapCore(pool._open_core("replay-allocations"))
-        try:
-            yield RealAllocator(pool, heap)
-        finally:
-            heap.close()
+    with (
+        Pool("cpu", page_size=PAGE, budget=capacity) as pool,
+        closing(_core.HeapCore(pool._open_core("replay-allocations"))) as heap,
+    ):
+        yield RealAllocator(pool, heap)

@@ -50,16 +50,7 @@ class Need:
 def replay_allocations(
     trace: AllocationTrace, allocator: Allocator, progress: Progress | None = None
 ) -> Run | None:
-    """Passes every event to an allocator.
-
-    Args:
-        trace: the events.
-        allocator: an unused allocator.
-        progress: gets a line now and then.
-
-    Returns:
-        The replay; None if the allocator refuses an allocation.
-    """
+    """Passes every event to an unused allocator. None if it refuses an allocation."""
     addresses: dict[int, int] = {}
     taken = []
     for i, event in enumerate(trace.events):
