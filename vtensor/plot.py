@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
@@ -471,8 +471,7 @@ def _bands(pages: TensorPages, shown: int) -> Iterator[tuple[list[PageRun], int]
     rows = -(-len(pages.rows) // _MOST_BANDS) or 1
     for first in range(0, len(pages.rows), rows):
         together = pages.rows[first : first + rows]
-        runs = [run for row in together for run in row]
-        yield cells(runs, shown, _MOST_CELLS), len(together)
+        yield cells(chain.from_iterable(together), shown, _MOST_CELLS), len(together)
 
 
 # -- events and owners
@@ -563,10 +562,9 @@ def _bytes_of(name: str, owner: Any) -> dict[str, int]:
         pages = pages_of(owner)
         data = min(owner.numel() * owner.element_size(), owner.nbytes_mapped)  # nothing of it while it sleeps
         spare = {"prefetched": 0, "pinned": 0}
-        for row in pages.rows:
-            for run in row:
-                if run.state in spare:
-                    spare[run.state] += (run.stop - run.start) * pages.page_size
+        for run in chain.from_iterable(pages.rows):
+            if run.state in spare:
+                spare[run.state] += (run.stop - run.start) * pages.page_size
         rest = owner.nbytes_mapped - data - sum(spare.values())
         return {"data": data, "rest of last pages": rest, **spare}
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from vtensor.tensor import VTensor
@@ -54,9 +55,8 @@ class TensorPages(NamedTuple):
     def counts(self) -> dict[str, int]:
         """Pages by state, in the order of COLOURS, without states that have none. Requires `exact`."""
         found = dict.fromkeys(COLOURS, 0)
-        for row in self.rows:
-            for run in row:
-                found[run.state] += run.stop - run.start
+        for run in chain.from_iterable(self.rows):
+            found[run.state] += run.stop - run.start
         found["reserved"] = self.slots * len(self.rows) - sum(found.values())
         return {state: pages for state, pages in found.items() if pages}
 
@@ -124,17 +124,16 @@ def _from_lengths(tensor: VTensor, page_size: int, rows: int) -> list[PageRun]:
     return [run for run in runs if run.stop > run.start]
 
 
-def cells(runs: Sequence[PageRun], slots: int, most: int) -> list[PageRun]:
+def cells(runs: Iterable[PageRun], slots: int, most: int) -> list[PageRun]:
     """Slots 0 to `slots` of a row in at most `most` runs; unmapped slots are ``"reserved"``.
 
     If there are more slots than `most`, each cell covers several and shows the most important state in it.
     """
     width = -(-slots // most) or 1
-    rank = {state: number for number, state in enumerate(_TELLING)}
     found = ["reserved"] * -(-slots // width)
     for run in runs:
         for cell in range(run.start // width, min(len(found), -(-run.stop // width))):
-            found[cell] = min(found[cell], run.state, key=rank.__getitem__)
+            found[cell] = min(found[cell], run.state, key=_TELLING.index)
     merged: list[PageRun] = []
     for cell, state in enumerate(found):
         append(merged, state, cell)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
+
+from vtensor._pictures.pages import PageRun, append
 
 
 class SharedPage(NamedTuple):
@@ -52,28 +55,21 @@ def as_tree(owners: Sequence[Owner]) -> list[Owner]:
 
 def boxes(owners: Sequence[Owner], slots: int) -> list[Box]:
     """One box for the page that adjacent lanes share. Adjacent slots in the same state join one box."""
-    found: list[Box] = []
-    open_at: dict[tuple[int, int], int] = {}  # by lanes: index in `found` of their last box
+    found: dict[tuple[int, int, int], list[PageRun]] = {}  # by lanes, and how many places share their pages
     for slot in range(slots):
         for top, bottom, page in _columns(owners, slot):
-            at = open_at.get((top, bottom))
-            if at is not None:
-                box = found[at]
-                if (box.stop, box.state, box.shared) == (slot, page.state, page.shared):
-                    found[at] = box._replace(stop=slot + 1)
-                    continue
-            open_at[top, bottom] = len(found)
-            found.append(Box(page.state, page.shared, slot, slot + 1, top, bottom))
-    return found
+            append(found.setdefault((top, bottom, page.shared), []), page.state, slot)
+    return [
+        Box(run.state, shared, run.start, run.stop, top, bottom)
+        for (top, bottom, shared), runs in found.items()
+        for run in runs
+    ]
 
 
 def _columns(owners: Sequence[Owner], slot: int) -> Iterable[tuple[int, int, SharedPage]]:
     top = 0
-    while top < len(owners):
-        page = owners[top].pages.get(slot)
-        bottom = top + 1
+    for page, lanes in groupby(owner.pages.get(slot) for owner in owners):
+        bottom = top + len(list(lanes))
         if page is not None:
-            while bottom < len(owners) and owners[bottom].pages.get(slot) == page:
-                bottom += 1
             yield top, bottom, page
         top = bottom
