@@ -34,8 +34,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from vtensor import _core
 from vtensor._base.arguments import integer
-from vtensor._base.quantile import quantile
-from vtensor._base.terminal import aligned
+from vtensor._base.terminal import aligned, quantile
 from vtensor.errors import InvalidArgument, VTensorError
 
 __all__ = ["Event", "Recording", "load", "record"]

@@ -1,4 +1,4 @@
-"""What commands write to a terminal: tables, and the progress of long work."""
+"""What reports are made of: quantiles, tables, and the progress of long work on a terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 
 
 class Progress:
-    """Prints progress to stderr: every second on one line of a terminal, every ten seconds elsewhere.
-
-    Args:
-        shown: whether to print at all; unless given, it prints if stderr is a terminal.
-    """
+    """Prints progress to stderr: every second on one line of a terminal, every ten seconds elsewhere; there
+    not at all if ``shown`` is None."""
 
     def __init__(self, shown: bool | None = True) -> None:
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -43,3 +40,13 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
         [*map(str.ljust, row[:left], widths), *map(str.rjust, row[left:], widths[left:])] for row in rows
     ]
     return ["  ".join(row).rstrip() for row in cells]
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """The q-quantile of sorted values, linear between neighbours: type 7 of Hyndman and Fan; 0 of none."""
+    if not ordered:
+        return 0.0
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

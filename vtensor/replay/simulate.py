@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from vtensor._base.quantile import quantile
+from vtensor._base.terminal import quantile
 from vtensor.errors import InvalidArgument, TimedOut
 from vtensor.kv import KVCache
 from vtensor.replay.managers import ReplayCache
