@@ -28,7 +28,6 @@ from vtensor._pool.closed import ClosedPool
 from vtensor._pool.sleep import Image, Sleeper, contents_of, fall_asleep, wake
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
-_MOST_BYTES = 2**62
 _PREFETCH = 64 << 20
 _CLOSE_SECONDS = 10.0
 _FAREWELL_SECONDS = 0.2
@@ -248,7 +247,7 @@ class Pool(Closes, Drawn):
 
     @budget.setter
     def budget(self, value: Bytes) -> None:
-        self._open_core("Pool.budget").set_budget(_nbytes("budget", value, 1, "Pool.budget"))
+        self._open_core("Pool.budget").set_budget(byte_count("Pool.budget", "budget", value, 1))
 
     @property
     def closed(self) -> bool:
@@ -578,7 +577,7 @@ def made_at() -> str:
 
 def checked_page_size(page_size: Bytes | None) -> int:
     """The page size as the core takes it: 0 asks for the default."""
-    return 0 if page_size is None else _nbytes("page_size", page_size, 4096)
+    return 0 if page_size is None else byte_count("Pool", "page_size", page_size, 4096)
 
 
 def pool_options(
@@ -605,30 +604,21 @@ def pool_options(
                 "pools together"
             )
     policy = choice("Pool", "zero", zero, get_args(ZeroPolicy))
-    prefetch = _PREFETCH if prefetch is None else _nbytes("prefetch", prefetch)
+    prefetch = _PREFETCH if prefetch is None else byte_count("Pool", "prefetch", prefetch)
     if cache is None:
         cache = 0 if prefetch == 0 else _core.CACHE_BY_BUDGET
     else:
-        cache = _nbytes("cache", cache)
+        cache = byte_count("Pool", "cache", cache)
     return _core.PoolOptions(
-        budget=0 if budget is None else _nbytes("budget", budget, 1),
+        budget=0 if budget is None else byte_count("Pool", "budget", budget, 1),
         shared_budget=shared_budget or "",
         zero=getattr(_core.ZeroPolicy, policy),
         prefetch=prefetch,
         cache=cache,
-        spare=_core.NO_LIMIT if spare is None else _nbytes("spare", spare),
-        device_reserve=_nbytes("device_reserve", device_reserve),
+        spare=_core.NO_LIMIT if spare is None else byte_count("Pool", "spare", spare),
+        device_reserve=byte_count("Pool", "device_reserve", device_reserve),
         patience=seconds("Pool", "patience", patience),
     )
-
-
-def _nbytes(name: str, value: Bytes, least: int = 0, operation: str = "Pool") -> int:
-    nbytes = byte_count(operation, name, value)
-    if not least <= nbytes <= _MOST_BYTES:
-        raise InvalidArgument(
-            f"[{operation}] {name} is {nbytes} bytes: it must be at least {least} and fit in memory"
-        )
-    return nbytes
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -18,11 +18,11 @@ from vtensor.errors import CapacityExceeded, InvalidArgument
 
 T = TypeVar("T")
 
+_MOST_BYTES = 2**62
 _MOST_SECONDS = 10**9
 
 
 def of_type(operation: str, name: str, value: object, wanted: type[T]) -> T:
-    """`value`, after a check that it is a `wanted`."""
     if not isinstance(value, wanted):
         raise _refusal(operation, name, value, f"a {wanted.__name__}")
     return value
@@ -88,27 +88,28 @@ def require_tables(operation: str, what: str, nbytes: int) -> None:
         )
 
 
-def byte_count(operation: str, name: str, value: Any) -> int:
-    """`value`, a whole number or text such as ``"40GiB"``, in bytes."""
-    if isinstance(value, str):
-        size = parse_bytes(value)
-        if size is None:
-            raise InvalidArgument(
-                f"[{operation}] {name} is {value!r}: write it as '40GiB', '512MiB', '64KiB' or in bytes"
-            )
-        return size
-    if isinstance(value, float):
-        if not value.is_integer():
-            raise InvalidArgument(f"[{operation}] {name} is {value!r}: give a whole number of bytes")
-        return int(value)
+def byte_count(operation: str, name: str, value: Any, least: int = 0) -> int:
+    """`value`, a whole number or text such as ``"40GiB"``, in bytes, after a check that it is not below
+    `least`."""
+    size = parse_bytes(value) if isinstance(value, str) else value
+    if size is None:
+        raise InvalidArgument(
+            f"[{operation}] {name} is {value!r}: write it as '40GiB', '512MiB', '64KiB' or in bytes"
+        )
+    if isinstance(size, float) and not size.is_integer():
+        raise InvalidArgument(f"[{operation}] {name} is {value!r}: give a whole number of bytes")
     try:
-        return operator.index(value)
+        nbytes = int(size) if isinstance(size, float) else operator.index(size)
     except TypeError:
         raise _refusal(operation, name, value, "a number of bytes, or text such as '40GiB'") from None
+    if least <= nbytes <= _MOST_BYTES:
+        return nbytes
+    raise InvalidArgument(
+        f"[{operation}] {name} is {nbytes} bytes: it must be at least {least} and fit in memory"
+    )
 
 
 def number(operation: str, name: str, value: Any) -> float:
-    """`value` as a float."""
     try:
         return float(value)
     except (OverflowError, TypeError, ValueError):
@@ -126,7 +127,6 @@ def seconds(operation: str, name: str, value: Any) -> float:
 
 
 def choice(operation: str, name: str, value: object, choices: Collection[str]) -> str:
-    """`value`, after a check that it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(
             f"[{operation}] {name} is {value!r}: it must be one of {', '.join(map(repr, choices))}"
@@ -135,7 +135,6 @@ def choice(operation: str, name: str, value: object, choices: Collection[str]) -
 
 
 def device_of(operation: str, value: Any) -> torch.device:
-    """`value` as a torch.device."""
     try:
         return torch.device(value)
     except (RuntimeError, TypeError):
@@ -145,7 +144,6 @@ def device_of(operation: str, value: Any) -> torch.device:
 
 
 def tag_of(operation: str, tag: object) -> str:
-    """`tag`, after a check that it is a name."""
     if not isinstance(tag, str) or not tag:
         raise InvalidArgument(f"[{operation}] tag is {tag!r}: give a name, such as 'weights'")
     return tag

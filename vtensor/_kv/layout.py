@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from vtensor._base.arguments import integer
+from vtensor._base.arguments import choice, integer
 from vtensor._base.torch_modes import without_modes
 from vtensor.errors import CapacityExceeded, InvalidArgument
 
@@ -67,11 +67,8 @@ class CacheLayout:
     def views(
         self, ranges: Sequence[torch.Tensor], slots: int, max_len: int, dtype: torch.dtype
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Each layer's K and V as strided views of ``ranges``.
-
-        ``ranges`` has the whole address range of each row group, as bytes. It is divided into equal parts:
-        row ``r`` of slot ``s`` is the one with the number ``r * slots + s``.
-        """
+        """Each layer's K and V as strided views of ``ranges``, the whole address range of each row group, as
+        bytes. It is divided into equal parts: row ``r`` of slot ``s`` is number ``r * slots + s``."""
 
         def view(place: Place) -> torch.Tensor:
             row_group = self.row_groups[place.row_group]
@@ -114,8 +111,7 @@ def layout_of(
             f"[KVCache] layer_group is {layer_group}, there are {num_layers} layers: group at most all of "
             "them"
         )
-    if layout not in ("NHD", "HND"):
-        raise InvalidArgument(f"[KVCache] layout is {layout!r}: give 'NHD' or 'HND'")
+    choice("KVCache", "layout", layout, ("NHD", "HND"))
     if windows is not None and not isinstance(windows, Sequence):
         raise InvalidArgument(
             f"[KVCache] windows is a {type(windows).__name__}: give None or a number for each layer"

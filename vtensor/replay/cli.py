@@ -7,9 +7,9 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from vtensor._base.arguments import byte_count
+from vtensor._base.arguments import byte_count, integer
 from vtensor._base.terminal import Progress
 from vtensor.errors import InvalidArgument
 from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
@@ -25,15 +25,12 @@ _LOOKAHEAD = 32
 _MOST_AT_A_TIME = 2**16
 _MOST = 2**31 - 1
 
-_Number = TypeVar("_Number", bound=int | None)
-
 _DESCRIPTION = """Serves a trace of real requests with each of several memory managers in the same amount of
 memory, with the same scheduler and the same model of the device, in simulated time. vtensor maps real pages.
 Its page size and token size are scaled down by one factor, so all counts are those of the real sizes."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command to those of ``python -m vtensor``."""
     parser = subparsers.add_parser(
         "replay", help="serve a trace with several memory managers", description=_DESCRIPTION
     )
@@ -83,8 +80,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Runs the command."""
-    rows = read_trace(arguments.trace, _within("--limit", arguments.limit, 1))
+    rows = read_trace(arguments.trace, _at_least("--limit", arguments.limit, 1))
     server = _server(arguments, rows)
     if server.driver == "simulated":  # read when the library is loaded; by default that of a device
         os.environ.setdefault(
@@ -127,8 +123,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:
     shape = model_shape(arguments.model)
-    page_size = _bytes("--page-size", arguments.page_size)
-    max_len = _within("--max-len", arguments.max_len, 1)
+    page_size = byte_count("replay", "--page-size", arguments.page_size, 1)
+    max_len = _at_least("--max-len", arguments.max_len, 1)
     tokens = [row.prompt_tokens + row.output_tokens for row in rows]
     if max_len is None:
         max_len = max(tokens)
@@ -137,14 +133,14 @@ def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:
             f"[replay] --max-len {max_len}: the shortest request of the trace has {min(tokens):,} tokens: "
             "raise it"
         )
-    lookahead = _within("--lookahead", arguments.lookahead, 0)
+    lookahead = _at_least("--lookahead", arguments.lookahead, 0)
     return Server(
         shape=shape,
-        memory=_bytes("--memory", arguments.memory),
-        max_batch=_within("--max-batch", arguments.max_batch, 1, _MOST_AT_A_TIME),
+        memory=byte_count("replay", "--memory", arguments.memory, 1),
+        max_batch=integer("replay", "--max-batch", arguments.max_batch, 1, _MOST_AT_A_TIME),
         max_len=max_len,
         page_size=page_size,
-        layer_group=_within("--layer-group", arguments.layer_group, 1)
+        layer_group=_at_least("--layer-group", arguments.layer_group, 1)
         or default_layer_group(shape, page_size),
         lookahead=min(_LOOKAHEAD, max_len) if lookahead is None else lookahead,
         driver=arguments.driver,
@@ -189,15 +185,8 @@ def _latencies(path: str | None) -> dict[str, float]:
     return {name: us / 1e6 for name, us in given.items()}
 
 
-def _within(name: str, number: _Number, least: int, most: int = _MOST) -> _Number:
-    if number is not None and not least <= number <= most:
-        bound = f"at least {least}" if number < least else f"at most {most:,}"
-        raise InvalidArgument(f"[replay] {name} {number}: it must be {bound}")
-    return number
-
-
-def _bytes(name: str, text: str) -> int:
-    return _within(name, byte_count("replay", name, text), 1, 2**62)
+def _at_least(name: str, number: int | None, least: int) -> int | None:
+    return None if number is None else integer("replay", name, number, least, _MOST)
 
 
 def _over_zero(name: str, number: float) -> float:
