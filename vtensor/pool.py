@@ -214,8 +214,7 @@ class Pool(Closes, Drawn):
         # Pages that freed tensors left cached would keep the pool alive without an owner.
         self._retired = weakref.finalize(self, _retire, core)
         self._retired.atexit = False
-        with _sets_lock:
-            _pools.add(self)
+        _pools.add(self)
 
     def __repr__(self) -> str:
         tags = ", ".join(sorted({image.tag for image in self._asleep}))
@@ -464,8 +463,7 @@ class Pool(Closes, Drawn):
             raise first
 
     def _heap(self, operation: str, tag: str) -> Heap:
-        """The heap of a tag, made when first asked for."""
-        with _sets_lock:
+        with _heaps_lock:
             core = self._open_core(operation)
             heap = self._heaps.get(tag)
             if heap is None:
@@ -473,8 +471,7 @@ class Pool(Closes, Drawn):
             return heap
 
     def _each_heap(self) -> list[tuple[str, Heap]]:
-        """The tags and heaps of this moment."""
-        with _sets_lock:
+        with _heaps_lock:
             return list(self._heaps.items())
 
     def _nbytes_by_tag(self) -> dict[str, int]:
@@ -485,7 +482,7 @@ class Pool(Closes, Drawn):
         return found
 
     def _close_heaps(self) -> None:
-        with _sets_lock:
+        with _heaps_lock:
             heaps = list(self._heaps.values())
             for heap in heaps:
                 heap.torch_pool = None  # its end gives back what torch has cached
@@ -622,17 +619,15 @@ def pool_options(
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-# A WeakSet cannot be iterated while another thread adds to it. The lock is reentrant, because iterating may
-# run finalizers that make tensors.
-_sets_lock = threading.RLock()
+_heaps_lock = threading.RLock()  # reentrant: a finalizer may ask while a heap is being made
 _default_pools: dict[torch.device, Pool] = {}
 _default_pools_lock = threading.RLock()  # reentrant: a finalizer may ask while a pool is being made
 
 
 def _renew_locks() -> None:
     """A thread of the parent of this forked child may have had them."""
-    global _sets_lock, _default_pools_lock
-    _sets_lock, _default_pools_lock = threading.RLock(), threading.RLock()
+    global _heaps_lock, _default_pools_lock
+    _heaps_lock, _default_pools_lock = threading.RLock(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew_locks)
@@ -678,8 +673,7 @@ def pool_of(operation: str, pool: Pool | None, device: torch.device | str | int 
 
 def open_pools() -> list[Pool]:
     """The pools of this process that were not collected."""
-    with _sets_lock:
-        return members(_pools)
+    return members(_pools)
 
 
 @atexit.register

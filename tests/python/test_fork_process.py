@@ -436,7 +436,7 @@ def test_a_child_of_a_parent_without_pools_makes_its_own():
         held, go_on = threading.Event(), threading.Event()
 
         def hold():
-            with pools._default_pools_lock, pools._sets_lock:  # as a thread does that makes the first pool
+            with pools._default_pools_lock, pools._heaps_lock:  # as a thread does that makes the first pool
                 held.set()
                 go_on.wait()
 
