@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vtensor import pool as _pool
-from vtensor._base.arguments import of_type
+from vtensor._base.arguments import has_memory, of_type
 from vtensor._base.processes import STORAGE_METHODS
 from vtensor.pool import Pool, open_pools
 from vtensor.tensor import VTensor
@@ -132,12 +132,12 @@ def _open_objects(pool: Pool) -> list[tuple[Any, str, int]]:
 
 def _views() -> list[str]:
     """The plain tensors over memory of vtensor's, with their sizes."""
-    views = []
-    for thing in gc.get_objects():
-        if type(thing) is not torch.Tensor or thing.layout != torch.strided or thing.numel() == 0:
-            continue
-        if STORAGE_METHODS.keys() <= vars(thing.untyped_storage()).keys():
-            views.append(f"a view {tuple(thing.shape)} of {thing.dtype} at {thing.data_ptr():#x}")
+    views = [
+        f"a view {tuple(t.shape)} of {t.dtype} at {t.data_ptr():#x}"
+        for t in gc.get_objects()
+        if type(t) is torch.Tensor and has_memory(t) and t.numel()
+        if STORAGE_METHODS.keys() <= vars(t.untyped_storage()).keys()
+    ]
     return views[:_MOST_VIEWS] + (
         [f"and {len(views) - _MOST_VIEWS} others"] if len(views) > _MOST_VIEWS else []
     )
