@@ -237,10 +237,11 @@ cache.write(0, 0, 0, kv, kv.half()) -> torch.float32
 request(prompt=<None | [2**64] | [2.0] | 'text' | {1} | torch.ones(3) | torch.ones(2, 3).long()>) -> token ids
 request(prompt=[1, 2**63]) -> is too large
 request(prompt=(1, -1)) -> negative
-request(prompt=[]) -> at least one
+request(prompt=<[] | 0>) -> the length of the prompt of request 'bad' is 0: it must be at least 1
 request(salt=<['tenant'] | None | chr(0xd800)>) -> [Request] salt
-request(<max_new_tokens | samples>=<2.5 | None>) -> whole number
-request(<max_new_tokens | samples>=0) -> at least one
+request(<max_new_tokens | samples>=2.5) -> of request 'bad' is a float: give an integer
+request(<max_new_tokens | samples>=None) -> of request 'bad' is a NoneType: give an integer
+request(<max_new_tokens | samples>=0) -> of request 'bad' is 0: it must be at least 1
 request(stop=None) -> set of token ids
 request(stop=<{'stop'} | {-1} | {2**63} | [1.5]>) -> token id
 request(id=[1]) -> hashable

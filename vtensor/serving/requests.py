@@ -11,7 +11,7 @@ from numbers import Integral
 from operator import index
 from typing import Any, cast
 
-from vtensor._base.arguments import text
+from vtensor._base.arguments import integer, text
 from vtensor.errors import InvalidArgument
 
 
@@ -70,17 +70,14 @@ class Request:
         try:
             stop = frozenset(token_id("Request", token) for token in self.stop)
         except TypeError:
-            raise self._wrong("stop", self.stop, "give a set of token ids") from None
+            raise InvalidArgument(
+                f"[Request] stop of request {self.id!r} is {self.stop!r}: give a set of token ids"
+            ) from None
         object.__setattr__(self, "stop", stop)
-        numbers = {"max_new_tokens": self.max_new_tokens, "samples": self.samples}
-        for name, number in numbers.items():
-            try:
-                object.__setattr__(self, name, index(number))
-            except TypeError:
-                raise self._wrong(name, number, "give a whole number") from None
-        for name, number in {"tokens in the prompt": self.prompt_tokens, **numbers}.items():
-            if number < 1:
-                raise self._wrong(name, number, "at least one")
+        for name in ("max_new_tokens", "samples"):
+            number = integer("Request", f"{name} of request {self.id!r}", getattr(self, name), 1)
+            object.__setattr__(self, name, number)
+        integer("Request", f"the length of the prompt of request {self.id!r}", self.prompt_tokens, 1)
 
     def _checked_prompt(self, prompt: Any) -> abc.Sequence[int] | int:
         if isinstance(prompt, Integral):  # an int, or numpy's
@@ -97,9 +94,6 @@ class Request:
         # A memoryview is a sequence to Python, of bytes that may change.
         fixed = isinstance(prompt, abc.Sequence) and not isinstance(prompt, (abc.MutableSequence, memoryview))
         return cast("abc.Sequence[int]", prompt) if fixed else tuple(ids)
-
-    def _wrong(self, name: str, value: object, do: str) -> InvalidArgument:
-        return InvalidArgument(f"[Request] {name}: {value!r}, of request {self.id!r}: {do}")
 
     @property
     def prompt_tokens(self) -> int:

@@ -273,7 +273,6 @@ class Scheduler:
         return min(waiting, back, key=by_arrival)
 
     def _has_slots(self, group: SampleGroup) -> bool:
-        """Whether there are slots for a waiting request."""
         others = [*self.running, *self.swapped, *self._books.announced]
         taken = sum(len(other.live) for other in others if other is not group)
         return taken + len(group.live) <= self.cache.max_batch
@@ -484,17 +483,10 @@ class Scheduler:
         self._books.settle()
         self._books.settled = False
         prompt_tokens = 0 if self.promises is None else plan.tokens - sum(map(decodes, plan.work))
-        computed: list[TokenSequence] = []
-        stops: list[int] = []
-        prompts: list[SampleGroup] = []
-        for sequence, start, stop in plan.work:
-            if sequence.slot is not None:  # an interrupted operation may have lost it
-                computed.append(sequence)
-                stops.append(stop)
-                if start < sequence.group.prompt_tokens <= stop:
-                    prompts.append(sequence.group)
+        # An interrupted operation may have lost a slot.
+        work = [(sequence, start, stop) for sequence, start, stop in plan.work if sequence.slot is not None]
+        prompts = [s.group for s, start, stop in work if start < s.group.prompt_tokens <= stop]
         extended: list[TokenSequence] = []
-        known: list[int] = []
         going: dict[SampleGroup, list[TokenSequence]] = {}
         errors: dict[SampleGroup, Exception] = {}
         for (_, sequence), token in zip(plan.sampled, chosen or repeat(None), strict=False):
@@ -502,14 +494,12 @@ class Scheduler:
             if isinstance(token, Exception):
                 errors.setdefault(group, token)
                 continue
-            n = sequence.known + 1
             extended.append(sequence)
-            known.append(n)
-            if n - group.prompt_tokens == group.request.max_new_tokens or token in group.request.stop:
+            if sequence.generated + 1 == group.request.max_new_tokens or token in group.request.stop:
                 going.setdefault(group, []).append(sequence)
         changes = [
-            each(setattr, computed, repeat("computed"), stops),
-            each(setattr, extended, repeat("known"), known),
+            each(setattr, [s for s, _, _ in work], repeat("computed"), [stop for _, _, stop in work]),
+            each(setattr, extended, repeat("known"), [s.known + 1 for s in extended]),
         ]
         if chosen is not None:
             ids = chosen if not errors else [token for token in chosen if not isinstance(token, Exception)]
