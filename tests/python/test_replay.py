@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -352,6 +353,16 @@ def test_a_picture_that_cannot_be_written_costs_no_figures(tmp_path, capsys, nam
     shown = capsys.readouterr()
     assert "tokens/s" in shown.out
     assert f"error: [replay] {tmp_path / name} cannot be drawn" in shown.err
+
+
+def test_without_stderr_nothing_is_mixed_into_the_output(capsys, monkeypatch):
+    """As after ``2>&-``: to print(), a file that is None is standard output."""
+    monkeypatch.setattr("time.monotonic", itertools.count(0, 20).__next__)
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress() as progress:
+        progress("at 1")
+    assert run_here("nowhere.csv") == 2
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("terminal", [True, False])

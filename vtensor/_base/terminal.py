@@ -13,7 +13,8 @@ class Progress:
 
     def __init__(self, shown: bool | None = True) -> None:
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._wanted = self._terminal if shown is None else shown
+        # To print(), None is standard output.
+        self._wanted = self._terminal if shown is None else shown and sys.stderr is not None
         self._next = time.monotonic() + 1.0
         self._shown = False
 

@@ -108,5 +108,5 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _print_error(line: str) -> None:
-    with suppress(OSError):  # stderr may be closed too
-        print(line, file=sys.stderr)
+    with suppress(OSError, AttributeError):  # stderr may be closed too, or None
+        sys.stderr.write(f"{line}\n")

@@ -34,7 +34,7 @@ def main(as_json: bool) -> int:
     tests: dict[str, list[Step]] = {}
     for driver in found:
         if driver.found and driver.page_size:
-            if driver.device != "cpu":  # making a CUDA context takes a second
+            if driver.device != "cpu" and sys.stderr is not None:  # making a CUDA context takes a second
                 print(f"testing {driver.device} ...", file=sys.stderr, flush=True)
             budget = _TEST_PAGES * driver.page_size
             with vtensor.Pool(driver.device, budget=budget, prefetch=0) as pool:
