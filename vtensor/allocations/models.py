@@ -8,9 +8,8 @@ use.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Protocol, TypeAlias
@@ -128,48 +127,13 @@ class NativeAllocator(Model):
         raise self.refused(asked)
 
 
-class PagedModel(Model, ABC):
-    """A model whose ranges grow page by page."""
-
-    kinds: Sequence[GrowingRanges]
-    """The ranges for each kind of allocation. The first give up pages first."""
-
-    @abstractmethod
-    def kind(self, nbytes: int) -> tuple[GrowingRanges, int]:
-        """The ranges for an allocation of ``nbytes``, and the bytes that it takes there."""
-
-    @abstractmethod
-    def map(self, page: int, pages: int) -> bool:
-        """Maps a number of pages at once; False if there are too few, and then none is mapped."""
-
-    @abstractmethod
-    def unmap(self, page: int, pages: int) -> None:
-        """Unmaps a number of pages."""
-
-    @abstractmethod
-    def make_room(self, size: int) -> bool:
-        """Unmaps free pages, for ``size`` bytes; False if there is none."""
-
-    def allocate(self, nbytes: int, stream: int, /) -> int:
-        ranges, size = self.kind(nbytes)
-        address = ranges.reuse(size, stream)
-        while address is None:
-            address = ranges.grow(size, stream)
-            if address is None and not self.make_room(size):
-                raise self.refused(nbytes)
-        return address
-
-    def free(self, address: int, nbytes: int, stream: int, /) -> None:
-        self.kind(nbytes)[0].free(address)
-
-
 class GrowingRanges(Pieces):
     """The ranges of one pool: one for each stream, or more if addresses run out. ``page`` is in bytes.
 
     They grow page by page and give back free pages anywhere, after torch's expandable segments.
     """
 
-    def __init__(self, model: PagedModel, page: int) -> None:
+    def __init__(self, model: ExpandableAllocator, page: int) -> None:
         super().__init__()
         self._model, self._page = model, page
         self._reserved = _rounded(model.capacity + model.capacity // 8, page)  # as torch does
@@ -259,7 +223,7 @@ class GrowingRanges(Pieces):
         return pages
 
 
-class ExpandableAllocator(PagedModel):
+class ExpandableAllocator(Model):
     """torch's expandable segments: a range for each stream in a pool of small and one of large allocations.
 
     All free pages are unmapped before an allocation is refused. ``page`` is the size of a page of the pool of
@@ -268,12 +232,27 @@ class ExpandableAllocator(PagedModel):
 
     def __init__(self, capacity: int, page: int = _LARGE_BUFFER) -> None:
         super().__init__(capacity)
-        self.kinds = GrowingRanges(self, page), GrowingRanges(self, _SMALL_BUFFER)
+        self.kinds = [GrowingRanges(self, page), GrowingRanges(self, _SMALL_BUFFER)]
+        """The ranges for each kind of allocation. The first give up pages first."""
+
+    def allocate(self, nbytes: int, stream: int, /) -> int:
+        ranges, size = self.kind(nbytes)
+        address = ranges.reuse(size, stream)
+        while address is None:
+            address = ranges.grow(size, stream)
+            if address is None and not self.make_room(size):
+                raise self.refused(nbytes)
+        return address
+
+    def free(self, address: int, nbytes: int, stream: int, /) -> None:
+        self.kind(nbytes)[0].free(address)
 
     def kind(self, nbytes: int) -> tuple[GrowingRanges, int]:
+        """The ranges for an allocation of ``nbytes``, and the bytes that it takes there."""
         return self.kinds[nbytes <= _SMALL_SIZE], _rounded(nbytes, _GRAIN)
 
     def map(self, page: int, pages: int) -> bool:
+        """Maps a number of pages at once; False if there are too few, and then none is mapped."""
         for taken in range(pages):
             self.calls["cuMemCreate"] += 1
             if not self.take(page):
@@ -290,10 +269,11 @@ class ExpandableAllocator(PagedModel):
         self.device_bytes -= pages * page
 
     def make_room(self, size: int) -> bool:
+        """Unmaps free pages, for ``size`` bytes; False if there is none."""
         return sum(ranges.release() for ranges in self.kinds) > 0
 
 
-class StitchedAllocator(PagedModel):
+class StitchedAllocator(ExpandableAllocator):
     """vtensor's allocator: any free pages serve any allocation, mapped behind one range.
 
     The idea is GMLake's (Guo et al., arXiv 2401.08156). Allocations that fill their pages are kept apart from
