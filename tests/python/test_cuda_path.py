@@ -7,7 +7,7 @@ import pytest
 
 import vtensor
 from cuda_support import READ_WRITE, device, mapping_at, needs_simcuda, tensor, values
-from support import run_snippet, same_bytes, simcuda_disarm, simcuda_library
+from support import leave_spare, run_snippet, same_bytes, simcuda_disarm, simcuda_library
 from vtensor import testing
 
 pytestmark = needs_simcuda
@@ -34,10 +34,22 @@ def test_without_read_only_mappings_operations_still_part_pages(pool_factory):  
 
 
 def test_the_default_budget_is_nine_tenths_of_the_free_memory():
-    with device(memory=100 << 20):
+    with device(memory=100 << 20, granularity=4096):
         pool = testing.simulated_cuda_pool(str(simcuda_library()), page_size=4096)
         assert pool.budget == 90 << 20
         pool.close()
+
+
+def test_a_default_budget_leaves_what_other_pools_have_not_taken():
+    with device(memory=100 << 20, granularity=4096):
+        first = testing.simulated_cuda_pool(str(simcuda_library()), page_size=4096, budget=20 << 20)
+        kept = tensor(first, 4 << 10, capacity=4 << 10)
+        leave_spare(first, 512)  # whose memory is taken, although the pool may use it again
+        second = testing.simulated_cuda_pool(str(simcuda_library()), page_size=4096)
+        assert second.budget >> 20 in (71, 72)  # nine tenths of 100 MiB less 20
+        second.close()
+        kept.close()
+        first.close()
 
 
 def test_the_smallest_page_is_the_devices():
