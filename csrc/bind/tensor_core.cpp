@@ -164,11 +164,12 @@ void TensorCore::use(std::shared_ptr<Buffer> buffer, nb::object strides) noexcep
   if (buffer) buffer->abandon();
 }
 
-void TensorCore::use_shared(std::shared_ptr<Buffer> buffer, std::size_t length, bool unclean) {
+void TensorCore::use_shared(std::shared_ptr<Buffer> buffer, std::size_t length,
+                            std::size_t stale_until) {
   use(std::move(buffer));
   positions_ = {0, length};
   may_copy_on_write_ = true;
-  if (unclean || spec_.zeroed) stale_until_ = buffer_->first_past(positions_);
+  stale_until_ = stale_until;
 }
 
 // Runs `body` with the tensor off its storage, and publishes its positions again if that throws.
@@ -265,6 +266,14 @@ std::size_t TensorCore::checked_capacity(const char* operation, std::int64_t cap
                          " does not hold the length of ", length(), ": raise it");
 }
 
+// Of positions that growth adds, those to be zeroed: in a forked tensor, what its parent had
+// truncated; in one made by zeros(), also what the tensor itself had there.
+Interval TensorCore::stale_in(Interval added, std::size_t stale_until) const {
+  if (buffer_->pool()->zero_policy() != ZeroPolicy::never)
+    return intersection(added, {0, stale_until});
+  return spec_.zeroed ? added : Interval{};
+}
+
 // Adds `n` positions, or changes nothing. False if `source` is still to be copied there.
 bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n, bool populate,
                       const TensorFacts* source) {
@@ -278,11 +287,7 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
   }
   const Interval before = positions_;
   const Interval after{before.begin, before.end + n};
-  // To be zeroed: in a forked tensor, what its parent had truncated; in one made by zeros(), also
-  // what the tensor itself had there.
-  Interval stale = intersection({before.end, after.end}, {0, stale_until_});
-  if (buffer_->pool()->zero_policy() == ZeroPolicy::never)
-    stale = spec_.zeroed ? Interval{before.end, after.end} : Interval{};
+  const Interval stale = stale_in({before.end, after.end}, stale_until_);
   if (!stale.empty() || !buffer_->grow_within(caller, after))
     operation.with_memory([&] { buffer_->grow(caller, after, populate, stale); });
   positions_ = after;
@@ -570,15 +575,12 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
                                std::size_t n, bool populate) {
   const Caller& caller = operation.caller();
   const std::size_t kept = length();
-  // In a tensor made by zeros(), all new positions; otherwise what the pages hold of a parent's
-  // bytes, counted from the new start.
-  const std::size_t stale = spec_.zeroed ? kept + n : sub_sat(stale_until_, positions_.begin);
+  const std::size_t stale_until = stale_until_moved();
   while_detached(self, [&] {
     use(operation.with_memory([&] {
       std::shared_ptr<Buffer> buffer = share(caller, capacity, true);
       try {
-        buffer->grow(caller, {0, kept + n}, populate,
-                     {kept, std::max(kept, std::min(kept + n, stale))});
+        buffer->grow(caller, {0, kept + n}, populate, stale_in({kept, kept + n}, stale_until));
       } catch (...) {
         buffer->abandon();
         throw;
@@ -587,8 +589,7 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
     }));
   });
   positions_ = {0, kept + n};
-  // The pages that moved have what was truncated.
-  stale_until_ = spec_.zeroed ? buffer_->first_past(positions_) : stale;
+  stale_until_ = spec_.zeroed ? std::max(stale_until, kept + n) : stale_until;
   try {
     publish(self);
   } catch (...) {
@@ -688,9 +689,8 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
 void TensorCore::take_rows(Reindexing& tensor) noexcept {
   spec_.sizes[0] = static_cast<std::int64_t>(tensor.index.size());
   use(std::move(tensor.moved), std::move(tensor.strides));
-  const std::size_t reached = sub_sat(stale_until_, positions_.begin);
+  stale_until_ = stale_until_moved();
   positions_ = {0, length()};
-  stale_until_ = spec_.zeroed ? buffer_->first_past(positions_) : reached;
 }
 
 void TensorCore::reserve(nb::handle self, nb::handle given) {
@@ -717,7 +717,7 @@ std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stre
   std::unique_ptr<TensorCore> child(new TensorCore(spec_));
   child->use_shared(
       operation.with_memory([&] { return share(operation.caller(), spec_.capacity, false); }),
-      length(), true);
+      length(), buffer_->first_past(positions_) - positions_.begin);
   return child;
 }
 
@@ -732,7 +732,7 @@ void TensorCore::reallocate(nb::handle self, nb::handle moved, nb::handle given)
     std::unique_ptr<TensorCore> core(new TensorCore(spec));
     core->use_shared(
         operation.with_memory([&] { return share(operation.caller(), spec.capacity, true); }),
-        length(), stale_until_ > positions_.end);
+        length(), stale_until_moved());
     core->attach(moved, length());
     nb::setattr(moved, "_core", nb::cast(std::move(core)));
   });

@@ -112,6 +112,9 @@ class TensorCore {
   trace::Span traced(trace::What what, std::size_t first, std::size_t n) const;
   void require_room(const char* operation, std::size_t n) const;
   std::size_t checked_capacity(const char* operation, std::int64_t capacity) const;
+  Interval stale_in(Interval added, std::size_t stale_until) const;
+  // `stale_until_` in a buffer in which the positions begin at 0.
+  std::size_t stale_until_moved() const { return sub_sat(stale_until_, positions_.begin); }
   bool grow(nb::handle self, const Operation& operation, std::size_t n, bool populate = false,
             const TensorFacts* source = nullptr);
   bool fill_from(const Caller& caller, const TensorFacts& source, std::size_t start, std::size_t n);
@@ -141,9 +144,8 @@ class TensorCore {
   // the strides cannot be made, `buffer` is abandoned, and nothing is changed.
   void use(std::shared_ptr<Buffer> buffer);
   void use(std::shared_ptr<Buffer> buffer, nb::object strides) noexcept;
-  // `use` of pages shared with another buffer. `unclean`: bytes past `length` in them are not this
-  // tensor's (I7).
-  void use_shared(std::shared_ptr<Buffer> buffer, std::size_t length, bool unclean);
+  // `use` of pages shared with another buffer. `stale_until`: as below (I7).
+  void use_shared(std::shared_ptr<Buffer> buffer, std::size_t length, std::size_t stale_until);
   std::vector<std::size_t> chosen_rows(std::span<const std::int64_t> index) const;
   void take_rows(Reindexing& tensor) noexcept;
 

@@ -7,7 +7,7 @@ import torch
 
 import vtensor
 from support import PER_PAGE, calls, calls_since, check_sums, eventually, filled, quarter
-from vtensor import testing
+from vtensor import testing, together
 
 PAGE = 4096
 
@@ -76,6 +76,30 @@ def test_zeros_stay_zeros_whatever_the_policy(pool_factory, policy, rested):
         assert t[0].eq(5).all() and not t[1:].any()
         t.close()
     assert pool.stats().tensors_reused > 0
+
+
+MOVES = {
+    "reallocate": lambda t: t.reallocate(64),
+    "reserve": lambda t: together.reserve(t, 64) or t,
+    "reindex": lambda t: t.reindex([1, 1, 0]),
+    "fork": lambda t: t.fork(),
+    "when full": lambda t: t.extend(40 - t.length).fill_(5).truncate(5),
+}
+
+
+@pytest.mark.parametrize("policy", ["new_owner", "always", "never"])
+@pytest.mark.parametrize("cut", ["before", "after"])
+@pytest.mark.parametrize("move", MOVES)
+def test_zeros_stay_zeros_where_they_move(pool_factory, kind, policy, cut, move):
+    pool = pool_factory(kind, zero=policy)
+    t = quarter(pool, 7, rows=(2,), capacity=40, make=vtensor.zeros, when_full="move")
+    t.fill_(5).shrink(1, front=True)
+    cut == "before" and t.truncate(5)
+    moved = MOVES[move](t)
+    cut == "after" and moved.truncate(5)
+    moved.extend(8)
+    assert moved[:, :5].eq(5).all() and not moved[:, 5:].any()
+    t.close(), moved.close()
 
 
 def test_zeros_and_empty_do_not_take_one_another_s_place(pool):
