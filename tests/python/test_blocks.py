@@ -210,40 +210,6 @@ def test_a_released_block_keeps_what_it_holds_until_memory_is_short(blocks):
     assert blocks.hold([3]) == ([], [3])
 
 
-def test_a_page_that_came_back_for_a_neighbour_does_not_hold_what_it_held(blocks):
-    blocks.hold([6])
-    for part in parts_of(blocks.arena, 6):
-        part.fill_(7)
-    blocks.release([6])
-    filled(blocks.arena.pool, BUDGET * 4, 1).close()
-    blocks.hold([7])
-    assert pages_of([6]) == pages_of([7]) and blocks.whole([6, 7]) == [False, True]
-    assert blocks.hold([6]) == ([], [6])
-
-
-@pytest.mark.parametrize("contents", ["host", "discard"])
-@pytest.mark.parametrize("waits", [False, True])
-def test_no_released_block_is_whole_after_waking_without_its_contents(blocks, contents, waits):
-    """A page stays mapped for a held neighbour, or for a step, and shows zeros after the sleep."""
-    for woken_without in (False, True) if contents == "host" else (True,):
-        blocks.hold([6] if waits else [6, 7])
-        for part in parts_of(blocks.arena, 6):
-            part.fill_(7)
-        blocks.begin_step()
-        if not waits:
-            blocks.end_step()
-        blocks.release([6])
-        blocks.arena.pool.sleep(contents=contents)
-        assert blocks.whole([6]) == [False]
-        blocks.arena.pool.wake(discard=woken_without and contents == "host")
-        assert blocks.whole([6]) == [not woken_without]
-        if waits:
-            blocks.end_step()
-            assert blocks.whole([6]) == [not woken_without]
-        assert blocks.hold([6]) == (([], [6]) if woken_without else ([6], []))
-        assert all(bool(part.eq(0 if woken_without else 7).all()) for part in parts_of(blocks.arena, 6))
-
-
 @pytest.mark.exact
 def test_neighbours_are_mapped_by_one_call(pool_factory):
     blocks = make(pool_factory("host", BUDGET, prefetch=0))
@@ -251,33 +217,6 @@ def test_neighbours_are_mapped_by_one_call(pool_factory):
     blocks.hold([7, 1, 0, 6, 2, 5, 4, 3])
     assert calls_since(blocks.arena.pool, before)["mmap"] == LAYERS
     blocks.arena.close()
-
-
-# --- steps ------------------------------------------------------------------------------------------------
-
-
-def test_a_block_that_waits_for_a_step_is_held_again_without_its_lost_contents(blocks):
-    blocks.hold([0])
-    blocks.begin_step()
-    blocks.release([0])
-    blocks.arena.pool.sleep(contents="discard")
-    blocks.arena.pool.wake()
-    assert blocks.hold([0]) == ([], [0]) and blocks.whole([0]) == [True]
-
-
-def test_a_block_held_again_outlives_the_step_that_it_waited_for(blocks):
-    blocks.hold([0])
-    blocks.begin_step()
-    blocks.release([0])
-    assert blocks.hold([0]) == ([0], [])
-    blocks.begin_step()
-    blocks.release([0])
-    blocks.hold([0])
-    blocks.release([0])
-    blocks.end_step()
-    assert blocks.mapped == 1
-    blocks.end_step()
-    assert blocks.mapped == 0
 
 
 # --- ahead ------------------------------------------------------------------------------------------------
