@@ -330,17 +330,6 @@ def test_a_pool_closed_asleep(pool_factory, kind, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sleep_waits_for_leases_with_a_bound(pool_factory):
-    pool = pool_factory("simcuda", 16, patience=0.05)
-    t = filled(pool, PAGE, 1)
-    with vtensor.lease(t), pytest.raises(vtensor.TimedOut, match="lease"):
-        pool.sleep(contents="host")
-    assert t.eq(1).all()
-    t.extend(3)
-    sleep_and_wake(pool)
-    assert t[:PAGE].eq(1).all()
-
-
 def test_a_graph_replays_after_waking(sim, stream_pool):
     """Addresses stay, and with them what was captured."""
     pool = stream_pool(64, patience=0.2)
