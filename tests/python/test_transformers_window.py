@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 
-import vtensor
 from vtensor import testing
 
 pytest.importorskip("transformers")
@@ -93,19 +92,6 @@ def test_crop_while_the_past_is_recorded(pages, prompt, remove):
     step(layers, 5, 9)
     step(layers, 5, 10)  # two steps without a crop between them
     testing.check_invariants(pages)
-
-
-def test_crop_of_a_full_window_needs_recording(pages):
-    ours, theirs = both(pages)
-    step((ours, theirs), 40)
-    with pytest.raises(RuntimeError):
-        theirs.crop(-1)
-    with pytest.raises(vtensor.InvalidArgument, match="activate_past_recording"):
-        ours.crop(-1)
-    ours.activate_past_recording()
-    with pytest.raises(vtensor.InvalidArgument, match="only the last 23 are held"):
-        ours.crop(-1)  # recording began after they were let go
-    compare((ours, theirs))
 
 
 @pytest.mark.keeps_pages
