@@ -78,7 +78,12 @@ bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
   if (is_true(tensor.attr("is_nested"))) return false;
   nb::object device = tensor.attr("device"), index = device.attr("index");
   const auto type = nb::cast<std::string_view>(device.attr("type"));
-  facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
+  try {
+    facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_RuntimeError)) throw;
+    facts.data = nullptr;  // torch.func's wrappers have no storage
+  }
   facts.item_bytes = nb::cast<std::size_t>(tensor.attr("itemsize"));
   facts.dtype = {};
   facts.device.type = type == "cpu" ? 1 : type == "cuda" ? 2 : 0;

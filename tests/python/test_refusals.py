@@ -52,6 +52,7 @@ floats.append(x.<double() | half() | int() | cfloat()>) -> torch.float32
 floats.append(x.to('meta')) -> the source on meta
 floats.append(<x.to_sparse() | torch.nested.nested_tensor([x])>) -> not strided
 floats.append(x.requires_grad_()) -> no_grad
+torch.<vmap(floats.append)(x[None]) | func.grad(floats.append)(x)> -> has no memory (a Tensor)
 t.<t_() | transpose_(0, 1) | swapaxes_(0, 1) | swapdims_(0, 1) | squeeze_() | unsqueeze_(0)> -> belong to
 t.<as_strided_((1,), (1,)) | set_(x) | resize_(1) | resize_as_(x)> -> belong to vtensor
 setattr(t, 'data', x) -> belong to vtensor
