@@ -19,6 +19,7 @@
 
 #include "base/align.h"
 #include "base/errors.h"
+#include "cpp/hammered.h"
 #include "kv/slot_cache.h"
 #include "simcuda/client.h"
 #include "support.h"
@@ -44,8 +45,7 @@ struct OnSimulation {
   static std::unique_ptr<Driver> open() {
     control().reset();
     control().configure("granularity", kPage);
-    return make_cuda_driver(
-        {.page_size = kPage, .library = simcuda_library(), .memory_is_host_memory = true});
+    return make_cuda_driver(simulated(kPage));
   }
   static std::string leaks() { return describe(control().leaks()); }
 };
@@ -101,6 +101,12 @@ class Bench {
     return {cache->lengths().all().begin(), cache->lengths().all().end()};
   }
   std::size_t alloc(std::size_t expected = 0) { return entered(cache->alloc(kCaller, expected)); }
+  // A slot with so many positions.
+  std::size_t begin(std::int64_t length) {
+    const std::size_t slot = alloc();
+    REQUIRE(grow(slot, length));
+    return slot;
+  }
   void free(std::size_t slot) {
     cache->free(kCaller, slot);
     model.erase(slot);
@@ -205,13 +211,8 @@ class Bench {
     cache.reset();
     if (!alone) return;
     if (pool->store().broken()) return end();
-    for (int tries = 0; tries < 100; ++tries) {
-      try {
-        pool->wait_idle(kPatience);
-        break;
-      } catch (const DriverError&) {
-      }
-    }
+    hammered::come_to_rest(*pool);
+    if constexpr (T::is_cuda) CHECK(T::control().illegal_accesses() == 0);  // I3
     CHECK(host.live() == 0);
     const PoolCounts left = pool->counts();
     CHECK(left.mapped == 0);

@@ -232,6 +232,14 @@ class Machine {
   std::size_t settled_ = 0;  // bytes resident once caches are warm; of long runs
 };
 
+// Operations beside which no call is refused.
+template <class T>
+void run(unsigned seed, PoolOptions options, std::size_t operations) {
+  Machine<T> machine(seed, options, false);
+  machine.run(operations);
+  CHECK(machine.finish() == operations);
+}
+
 std::size_t operations() {
   const char* text = std::getenv("VTENSOR_OPERATIONS");
   return text != nullptr ? std::strtoull(text, nullptr, 10) : 200'000;
@@ -249,19 +257,11 @@ TEST_CASE("random operations on the host") {
   CHECK(machine.finish() == operations());
 }
 
-TEST_CASE("random operations on the simulation") {
-  Machine<OnSimulation> machine(2, {}, false);
-  machine.run(operations() / 20);
-  CHECK(machine.finish() == operations() / 20);
-}
+TEST_CASE("random operations on the simulation") { run<OnSimulation>(2, {}, operations() / 20); }
 
 TEST_CASE("random operations beside a mapper that looks ahead") {
-  Machine<OnHost> host(3, {.prefetch = 16 * kPage, .spare = 4 * kPage}, false);
-  host.run(operations() / 20);
-  CHECK(host.finish() == operations() / 20);
-  Machine<OnSimulation> simulation(4, {.prefetch = 16 * kPage}, false);
-  simulation.run(operations() / 100);
-  CHECK(simulation.finish() == operations() / 100);
+  run<OnHost>(3, {.prefetch = 16 * kPage, .spare = 4 * kPage}, operations() / 20);
+  run<OnSimulation>(4, {.prefetch = 16 * kPage}, operations() / 100);
 }
 
 TEST_CASE_TEMPLATE("random operations with driver calls refused now and then", T, OnHost,

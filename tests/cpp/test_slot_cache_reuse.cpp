@@ -30,8 +30,7 @@ void break_and_retire(PagePool& pool) {
 TEST_CASE_TEMPLATE("a prefix cut before its first step stays mapped with its tile", T, OnHost,
                    OnSimulation) {
   Bench<T> bench({3, 128, 32, 0, {{2, 1024, 0}}}, 200);
-  const std::size_t first = bench.alloc();
-  CHECK(bench.grow(first, 20));
+  const std::size_t first = bench.begin(20);
   CHECK(bench.used() == 2 * 13);  // and a tile behind them
   const std::vector<Token> tokens = bench.tokens(first);
   CHECK(bench.cache->publish(kCaller, first, std::span(tokens).first(8), "") == 8);
@@ -56,8 +55,7 @@ TEST_CASE_TEMPLATE("a prefix cut before its first step stays mapped with its til
 TEST_CASE_TEMPLATE("a window as large as can be is no window", T, OnHost, OnSimulation) {
   const std::size_t most = std::numeric_limits<std::size_t>::max();
   Bench<T> bench({1, 64, 1, 0, {{1, 512, most}, {1, 512, most - 1}}}, 64);
-  const std::size_t slot = bench.alloc();
-  CHECK(bench.grow(slot, 1));
+  const std::size_t slot = bench.begin(1);
   std::vector<std::int64_t> lengths{8};
   CHECK(bench.cache->step_within(kCaller, lengths));
   CHECK(bench.grow(slot, 63 - 7 - 1));
@@ -66,8 +64,7 @@ TEST_CASE_TEMPLATE("a window as large as can be is no window", T, OnHost, OnSimu
 
 TEST_CASE_TEMPLATE("windowed slots keep the pages that they end with", T, OnHost, OnSimulation) {
   Bench<T> bench({1, 64, 1, 0, {{1, 1024, 0}, {1, 1024, 8}}}, 100);
-  const std::size_t slot = bench.alloc();
-  CHECK(bench.grow(slot, 30));
+  const std::size_t slot = bench.begin(30);
   for (int i = 0; i < 10; ++i) CHECK(bench.grow(slot, 1));
   const std::size_t used = bench.used();
   bench.free(slot);
@@ -94,7 +91,7 @@ TEST_CASE_TEMPLATE("a cache closed while the mapper is at it caches nothing", T,
 TEST_CASE_TEMPLATE("slots that outlive a broken pool's owner leave nothing (I14)", T, OnHost,
                    OnSimulation) {
   Bench<T> bench(plain(2), 100, {.prefetch = 8 * kPage});
-  CHECK(bench.grow(bench.alloc(), 20));
+  bench.begin(20);
   break_and_retire(*bench.pool);
   bench.cache.reset();
   let_go<T>(bench.pool);
@@ -104,8 +101,7 @@ TEST_CASE("nor do slots whose pages were to be zeroed (I14)") {
   const auto& control = OnSimulation::control();
   Bench<OnSimulation> bench(plain(1), 100, {.prefetch = 8 * kPage});
   const Stream stream = control.make_stream(0);
-  const std::size_t slot = bench.alloc();
-  CHECK(bench.grow(slot, 20));
+  const std::size_t slot = bench.begin(20);
   control.hold(stream);
   const auto at = reinterpret_cast<std::uintptr_t>(bench.item(slot, 0, 0, 0));
   CHECK(control.launch(stream, at, kPage, 7) == 0);
@@ -153,8 +149,7 @@ TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T,
 TEST_CASE_TEMPLATE("a slot whose pages the driver keeps makes nobody wait", T, OnHost,
                    OnSimulation) {
   Bench<T> bench(plain(2), 100);
-  const std::size_t parent = bench.alloc();
-  CHECK(bench.grow(parent, 9));
+  const std::size_t parent = bench.begin(9);
   const std::size_t fork = bench.fork(parent, 1).front();
   const auto begin = steady_clock::now();
   bench.pool->driver().meter().fail_after(0, 1'000'000);
@@ -171,8 +166,7 @@ TEST_CASE_TEMPLATE("an empty slot is found behind any number whose pages the dri
                    OnHost, OnSimulation) {
   constexpr std::size_t kKept = 20;
   Bench<T> bench(plain(kKept + 2), 400);
-  const std::size_t parent = bench.alloc();
-  CHECK(bench.grow(parent, 9));
+  const std::size_t parent = bench.begin(9);
   const std::vector<std::size_t> forks = bench.fork(parent, kKept);
   const std::size_t empty = bench.alloc();
   bench.pool->driver().meter().fail_after(0, 1'000'000);
@@ -188,8 +182,7 @@ TEST_CASE_TEMPLATE("a slot whose rows cannot all be had stays as it was (I8)", T
                    OnSimulation) {
   Bench<T> bench({2, 64, 1, 0, {{2, 1024, 0}, {1, 2048, 0}}}, 100,
                  {.patience = std::chrono::milliseconds(50)});
-  const std::size_t slot = bench.alloc();
-  REQUIRE(bench.grow(slot, 12));
+  const std::size_t slot = bench.begin(12);
   bench.free(slot);
   bench.pool->wait_idle(kPatience);
   const std::size_t cached = bench.pool->counts().cached;
@@ -215,8 +208,7 @@ TEST_CASE("work of a stream that was current at a room step is waited for") {
   Bench<OnSimulation> bench(plain(1), 100);
   const SimcudaControl& control = OnSimulation::control();
   const std::uint64_t stream = control.make_stream(0);
-  const std::size_t slot = bench.alloc();
-  CHECK(bench.grow(slot, 1));
+  const std::size_t slot = bench.begin(1);
   CHECK(bench.cache->step_within({"test", stream}, std::vector<std::int64_t>{2}));
   bench.model.clear();
   control.hold(stream);
@@ -238,8 +230,7 @@ TEST_CASE("a step's stream is noted for a slot that began in another (I7)") {
   Bench<OnSimulation> bench(plain(2), 100);
   const SimcudaControl& control = OnSimulation::control();
   const std::uint64_t stream = control.make_stream(0);
-  const std::size_t slot = bench.alloc();
-  CHECK(bench.grow(slot, 4));
+  const std::size_t slot = bench.begin(4);
   const std::size_t fork = bench.cache->fork({"test", stream}, slot, 1).front();
   const auto at = reinterpret_cast<std::uintptr_t>(bench.item(fork, 0, 0, 0));
   bench.free(slot);
@@ -292,7 +283,7 @@ TEST_CASE("zeroing that no fence follows wipes out nothing that a step wrote") {
 
 TEST_CASE("a forked child may drop a cache whose lock the parent held") {
   Bench<OnSimulation> bench(plain(1), 100);
-  CHECK(bench.grow(bench.alloc(), 5));
+  bench.begin(5);
   {
     const PoolLock lock(bench.pool);
     CHECK(in_child([&] {
