@@ -16,7 +16,7 @@
 
 #include "base/errors.h"
 #include "cpp/hammered.h"
-#include "driver/driver.h"
+#include "cpp/slot_cache_bench.h"
 #include "owner.h"
 #include "policy/make_room.h"
 #include "policy/page_pool.h"
@@ -27,14 +27,28 @@ namespace vtensor {
 namespace {
 
 using std::chrono::steady_clock;
+using slots::kCaller;
 
-constexpr std::size_t kBytes = 4096;  // of a page
-const Caller kCaller{"test"};
+constexpr std::size_t kBytes = slots::kPage;
+constexpr auto open_pool = slots::Bench<slots::OnHost>::open;
 
-std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
-  options.budget = pages * kBytes;
-  options.patience = kPatience;
-  return PagePool::create(make_host_driver({.page_size = kBytes}), options);
+// A row of so many pages, of which the first are mapped.
+std::shared_ptr<Buffer> row_of(const std::shared_ptr<PagePool>& pool, std::size_t capacity,
+                               std::size_t pages = 0) {
+  const auto buffer = Buffer::create(pool, {1, kBytes, capacity, 0, false}, kCaller);
+  if (pages != 0) buffer->grow(kCaller, {0, pages}, false);
+  return buffer;
+}
+// The same, and their bytes are an owner's.
+std::shared_ptr<Buffer> written_row_of(const std::shared_ptr<PagePool>& pool, std::size_t capacity,
+                                       std::size_t pages) {
+  const auto buffer = row_of(pool, capacity, pages);
+  std::memset(reinterpret_cast<void*>(buffer->address_of(0, 0)), 7, pages * kBytes);
+  return buffer;
+}
+void check_zeros(const Buffer& buffer, std::size_t pages) {
+  for (std::size_t page = 0; page < pages; ++page)
+    CHECK(*reinterpret_cast<char*>(buffer.address_of(0, page)) == 0);
 }
 
 // A position is half a page, and holds the writer's number.
@@ -96,12 +110,11 @@ TEST_CASE("what is prepared in the place of pages on their way out is there") {
 }
 
 TEST_CASE("a caller who overtakes the mapper waits for no more than a step of its") {
-  const RowShape shape{1, kBytes, 1 << 15, 0, false};
   bool overtaken = false;
   // Tried a few times, as the machine may keep this thread waiting.
   for (int tries = 0; tries < 5 && !overtaken; ++tries) {
     const auto pool = open_pool(1 << 16, {.prefetch = 64 * kBytes});
-    const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
+    const auto buffer = row_of(pool, 1 << 15);
     buffer->prepare(1 << 15);
     CHECK(comes_true([&] { return pool->counts().prefetched > 0; }));
     pool->trim();  // waits for the calls of all threads
@@ -116,9 +129,7 @@ TEST_CASE("a caller who overtakes the mapper waits for no more than a step of it
 TEST_CASE("pages that are announced are not for what only looks ahead") {
   constexpr std::size_t kWhole = 600;  // more than the mapper does in two steps
   const auto pool = open_pool(kWhole, {.prefetch = 64 * kBytes});
-  const RowShape shape{1, kBytes, kWhole, 0, false};
-  const std::shared_ptr<Buffer> looks_ahead = Buffer::create(pool, shape, kCaller);
-  const std::shared_ptr<Buffer> announced = Buffer::create(pool, shape, kCaller);
+  const auto looks_ahead = row_of(pool, kWhole), announced = row_of(pool, kWhole);
   std::optional<Client::Busy> busy;
   {
     PoolLock lock(pool);                      // the mapper finds both
@@ -144,9 +155,7 @@ TEST_CASE("pages that are announced are not for what only looks ahead") {
 
 TEST_CASE("what is announced for two is no more than there is") {  // I5
   const auto pool = open_pool(8, {.prefetch = 64 * kBytes});
-  const RowShape shape{1, kBytes, 8, 0, false};
-  const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
-  const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
+  const auto first = row_of(pool, 8), second = row_of(pool, 8);
   {
     const PoolLock lock(pool);  // the mapper finds both
     first->announce(6);
@@ -161,8 +170,7 @@ TEST_CASE("what is announced for two is no more than there is") {  // I5
 
 TEST_CASE("nothing keeps a buffer whose pages the mapper has unmapped") {  // I14
   const auto pool = open_pool(8, {.prefetch = 64 * kBytes});
-  std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, 8, 0, false}, kCaller);
-  buffer->grow(kCaller, {0, 8}, false);
+  auto buffer = row_of(pool, 8, 8);
   const std::weak_ptr<Buffer> left = buffer;
   std::exchange(buffer, nullptr)->abandon();
   CHECK(comes_true([&] {
@@ -173,8 +181,7 @@ TEST_CASE("nothing keeps a buffer whose pages the mapper has unmapped") {  // I1
 
 TEST_CASE("what ended while the lock was held is looked for before a refusal") {
   const auto pool = open_pool(8, {});
-  const std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, 8, 0, false}, kCaller);
-  buffer->grow(kCaller, {0, 8}, false);
+  const auto buffer = row_of(pool, 8, 8);
   Generation* const view = publish(*buffer);
   buffer->abandon();
   PoolLock lock(pool);
@@ -187,9 +194,7 @@ TEST_CASE("an owner whose own pages are on their way out gets them back as other
   Writer owner(pool, 1, 3);
   owner.grow(64);
   owner.shrink(64, false);
-  const RowShape shape{1, kBytes, 128, 0, false};
-  const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
-  buffer->grow(kCaller, {0, 60}, false);
+  const auto buffer = row_of(pool, 128, 60);
   buffer->retract({50, 60});
   const auto begin = steady_clock::now();
   CHECK_NOTHROW(buffer->grow(kCaller, {50, 110}, false));
@@ -199,9 +204,7 @@ TEST_CASE("an owner whose own pages are on their way out gets them back as other
 
 TEST_CASE("a cached buffer that goes while an owner waits for it is not reused") {
   const auto pool = open_pool(64, {.cache = 32 * kBytes});
-  const RowShape shape{1, kBytes, 16, 0, false};
-  const std::shared_ptr<Buffer> cached = Buffer::create(pool, shape, kCaller);
-  cached->grow(kCaller, {0, 8}, false);
+  const auto cached = row_of(pool, 16, 8);
   cached->abandon();
   std::optional<Client::Busy> busy;
   {
@@ -210,7 +213,7 @@ TEST_CASE("a cached buffer that goes while an owner waits for it is not reused")
     busy.emplace(*cached, lock, kCaller);  // as the mapper does to zero it
   }
   std::shared_ptr<Buffer> made;
-  std::thread owner([&] { made = Buffer::create(pool, shape, kCaller); });
+  std::thread owner([&] { made = row_of(pool, 16); });
   CHECK(comes_true([&] {
     PoolLock lock(pool);
     busy.reset();
@@ -229,19 +232,14 @@ TEST_CASE("a cached buffer that goes while an owner waits for it is not reused")
 
 TEST_CASE("a new owner never finds what is on its way out of an reused buffer (I7)") {
   const auto pool = open_pool(512, {.prefetch = 64 * kBytes, .cache = 256 * kBytes});
-  const RowShape shape{1, kBytes, 16, 0, false};
   const std::size_t rows[] = {0};
   for (int i = 0; i < 300; ++i) {
-    const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
-    first->grow(kCaller, {0, 8}, false);
-    std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 8 * kBytes);
-    const std::shared_ptr<Buffer> fork = first->share_rows(kCaller, shape, rows, false);
+    const auto first = written_row_of(pool, 16, 8);
+    const auto fork = first->share_rows(kCaller, first->shape(), rows, false);
     first->unshare(kCaller, {0, 2});
     first->abandon();
-    const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
-    second->grow(kCaller, {0, 8}, false);
-    for (std::size_t page = 0; page < 8; ++page)
-      CHECK(*reinterpret_cast<char*>(second->address_of(0, page)) == 0);
+    const auto second = row_of(pool, 16, 8);
+    check_zeros(*second, 8);
     second->abandon();
     fork->abandon();
   }
@@ -249,15 +247,11 @@ TEST_CASE("a new owner never finds what is on its way out of an reused buffer (I
 
 TEST_CASE("foreign pages whose unmapping is refused are zeroed all the same (I7)") {
   const auto pool = open_pool(32, {.prefetch = 64 * kBytes, .cache = 32 * kBytes});
-  const RowShape shape{1, kBytes, 64, 0, false};
   std::uint64_t refused = 0;
   for (int i = 0; i < 100; ++i) {
-    const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
-    first->grow(kCaller, {0, 24}, false);
-    std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 24 * kBytes);
+    const auto first = written_row_of(pool, 64, 24);
     first->abandon();
-    const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
-    const std::shared_ptr<Buffer> other = Buffer::create(pool, shape, kCaller);
+    const auto second = row_of(pool, 64), other = row_of(pool, 64);
     pool->driver().meter().fail_after(0, 1000);
     try {
       other->grow(kCaller, {0, 20}, false);  // which `second` is to give way to
@@ -267,8 +261,7 @@ TEST_CASE("foreign pages whose unmapping is refused are zeroed all the same (I7)
     refused += pool->driver().meter().refused(Call::munmap);
     other->abandon();
     second->grow(kCaller, {0, 8}, false);
-    for (std::size_t page = 0; page < 8; ++page)
-      CHECK(*reinterpret_cast<char*>(second->address_of(0, page)) == 0);
+    check_zeros(*second, 8);
     second->abandon();
     pool->trim();
   }
@@ -300,10 +293,8 @@ TEST_CASE("rows that were prepared half way and then refused are given back") {
 
 TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped") {
   const auto pool = open_pool(256, {.prefetch = 64 * kBytes});
-  const RowShape shape{1, kBytes, 64, 0, false};
   for (int i = 0; i < 100; ++i) {
-    const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
-    buffer->grow(kCaller, {0, 4}, false);
+    const auto buffer = row_of(pool, 64, 4);
     Generation* view = publish(*buffer);
     buffer->grow(kCaller, {0, 16}, false);
     buffer->prepare(32);
@@ -317,13 +308,10 @@ TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped
 
 TEST_CASE("a prefix whose mapping is refused shows its bytes to no later owner (I7)") {
   const auto pool = open_pool(64, {});
-  const RowShape shape{1, kBytes, 16, 0, false};
   const Interval whole{0, 4};
-  const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
-  first->grow(kCaller, whole, false);
-  std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 4 * kBytes);
+  const auto first = written_row_of(pool, 16, 4);
   PageSets offered = first->offer(kCaller, {&whole, 1});
-  const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
+  const auto second = row_of(pool, 16);
   second->accept(kCaller, whole, offered, true);
   Reservation::Arrival arrival;
   {
@@ -345,17 +333,14 @@ TEST_CASE("a prefix whose mapping is refused shows its bytes to no later owner (
     CHECK_FALSE(second->hooks.wanting.linked());
   }
   CHECK(pool->counts().used == 0);
-  const std::shared_ptr<Buffer> third = Buffer::create(pool, shape, kCaller);
-  third->grow(kCaller, whole, false);
-  for (std::size_t page = 0; page < 4; ++page)
-    CHECK(*reinterpret_cast<char*>(third->address_of(0, page)) == 0);
+  const auto third = row_of(pool, 16, 4);
+  check_zeros(*third, 4);
   third->abandon();
 }
 
 TEST_CASE("a pool ends although an unmapping was refused once (I14)") {
   std::shared_ptr<PagePool> pool = open_pool(64, {});
-  std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, 16, 0, false}, kCaller);
-  buffer->grow(kCaller, {0, 8}, false);
+  auto buffer = row_of(pool, 16, 8);
   pool->driver().meter().fail_after(0);
   buffer->retract({0, 4});
   pool->driver().meter().disarm();
@@ -373,9 +358,8 @@ TEST_CASE("pools of one budget give each other what they keep") {
       .shared_budget = text("mapper-", getpid()), .prefetch = 8 * kBytes, .cache = kWhole * kBytes};
   std::vector<std::shared_ptr<PagePool>> pools{open_pool(kWhole, options),
                                                open_pool(kWhole, options)};
-  const RowShape shape{1, kBytes, kWhole, 0, false};
   const auto take = [&](const std::shared_ptr<PagePool>& pool, std::size_t pages) {
-    const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
+    const auto buffer = row_of(pool, kWhole);
     bool taken = true;
     try {
       buffer->grow(kCaller, {0, pages}, false);
@@ -386,13 +370,9 @@ TEST_CASE("pools of one budget give each other what they keep") {
     buffer->abandon();
     return taken;
   };
-  std::vector<std::thread> threads;
-  for (const std::shared_ptr<PagePool>& pool : pools) {
-    threads.emplace_back([&] {
-      for (std::size_t i = 0; i < 150; ++i) take(pool, 1 + 7 * i % kWhole);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  in_threads(pools.size(), [&](std::size_t which) {
+    for (std::size_t i = 0; i < 150; ++i) take(pools[which], 1 + 7 * i % kWhole);
+  });
   for (const std::shared_ptr<PagePool>& pool : pools) {
     CHECK(take(pool, kWhole));
     hammered::check_counts(*pool);
@@ -408,10 +388,8 @@ struct Asking {
   const std::shared_ptr<PagePool> pool = open_pool(64, {.shared_budget = name});
   const std::unique_ptr<Ledger> ledger =
       Ledger::join(meter, name, 64 * kBytes, pool->traits().device);
-  const std::shared_ptr<Buffer> buffer =
-      Buffer::create(pool, {1, kBytes, 64, 0, false}, kCaller);  // has all pages
+  const std::shared_ptr<Buffer> buffer = row_of(pool, 64, 64);  // has all pages
 
-  Asking() { buffer->grow(kCaller, {0, 64}, false); }
   ~Asking() { buffer->abandon(); }
 };
 
@@ -484,9 +462,7 @@ TEST_CASE("an operation of a shrinker is waited for, but not by a pool that asks
 TEST_CASE("two threads may ask for the mapper at once") {
   for (int i = 0; i < 50; ++i) {
     const auto pool = open_pool(16, {});
-    std::vector<std::thread> threads;
-    for (int k = 0; k < 3; ++k) threads.emplace_back([&pool] { pool->ensure_mapper(); });
-    for (std::thread& thread : threads) thread.join();
+    in_threads(3, [&pool](std::size_t) { pool->ensure_mapper(); });
   }
 }
 

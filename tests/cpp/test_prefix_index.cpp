@@ -11,23 +11,18 @@
 #include <utility>
 #include <vector>
 
-#include "driver/driver.h"
+#include "cpp/slot_cache_bench.h"
 #include "kv/prefix_index.h"
 #include "tensor/buffer.h"
 
 namespace vtensor {
 namespace {
 
-constexpr std::size_t kPage = 4096;
-const Caller kCaller{"test"};
-
+using slots::kCaller;
+using slots::kPage;
 using Tokens = std::vector<Token>;
 
-std::shared_ptr<PagePool> open_pool() {
-  PoolOptions options;
-  options.budget = 2'000 * kPage;
-  return PagePool::create(make_host_driver({.page_size = kPage}), options);
-}
+std::shared_ptr<PagePool> open_pool() { return slots::Bench<slots::OnHost>::open(2'000, {}); }
 
 // Of each unit, what the index should know: a unit is its salt and all tokens up to its end.
 class Model {
