@@ -213,7 +213,7 @@ using Registry = std::vector<std::weak_ptr<Subject>>;
 using Lease = std::unique_ptr<Generation, std::function<void(Generation*)>>;
 
 struct Outcome {
-  std::size_t wrong = 0, asleep = 0, refused = 0, done = 0;
+  std::size_t wrong = 0, refused = 0, done = 0;
   std::string first;  // of what was refused
 };
 
@@ -338,7 +338,6 @@ Outcome drive(Stage& stage, const Load& load, const std::atomic<bool>& done, Str
       outcome.wrong += std::exchange(subject->wrong, 0);
       ++outcome.done;
     } catch (const Asleep&) {
-      ++outcome.asleep;
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     } catch (const Error& error) {
       if (outcome.refused++ == 0) outcome.first = error.what();
@@ -375,20 +374,18 @@ class Sleep {
     falling_.give_up();
     return std::nullopt;
   }
-  bool wake(std::span<const std::uint64_t> some, bool discard = false) {
+  bool wake(std::span<const std::uint64_t> some) {
     try {
       WakeUp waking(pool_, kCaller, some);
-      if (!discard) {
-        for (const SleepPart& part : waking.parts()) {
-          for (std::size_t i = 0; i < part.bytes; i += kPage) {
-            const auto kept = kept_.find(part.offset + i);
-            wrong += kept == kept_.end();
-            if (kept != kept_.end())
-              std::memcpy(reinterpret_cast<void*>(part.at + i), &kept->second, kPage);
-          }
+      for (const SleepPart& part : waking.parts()) {
+        for (std::size_t i = 0; i < part.bytes; i += kPage) {
+          const auto kept = kept_.find(part.offset + i);
+          wrong += kept == kept_.end();
+          if (kept != kept_.end())
+            std::memcpy(reinterpret_cast<void*>(part.at + i), &kept->second, kPage);
         }
       }
-      waking.finish(discard ? std::span<const std::uint64_t>() : some);
+      waking.finish(some);
       return true;
     } catch (const Error&) {
       return false;
