@@ -26,8 +26,8 @@
 namespace vtensor {
 namespace {
 
-using std::chrono::steady_clock;
 using slots::kCaller;
+using std::chrono::steady_clock;
 
 constexpr std::size_t kBytes = slots::kPage;
 constexpr auto open_pool = slots::Bench<slots::OnHost>::open;
@@ -51,63 +51,7 @@ void check_zeros(const Buffer& buffer, std::size_t pages) {
     CHECK(*reinterpret_cast<char*>(buffer.address_of(0, page)) == 0);
 }
 
-// A position is half a page, and holds the writer's number.
-class Writer : public Owner {
- public:
-  static constexpr std::size_t kCapacity = 64;
-
-  Writer(const std::shared_ptr<PagePool>& pool, std::size_t rows, char number)
-      : Owner(pool, kCaller, {rows, kBytes / 2, kCapacity, 0, false}), number_(number) {}
-
-  // I7: what is new shows zeros or what this writer wrote there.
-  void grow(std::size_t n) {
-    const Interval added = Owner::grow(n, (n & 1) != 0);
-    for (std::size_t row = 0; row < shape_.rows; ++row) {
-      for (std::size_t i = added.begin; i < added.end; ++i) {
-        char* const at = bytes(row, i);
-        if ((*at != 0 && *at != number_) ||
-            (at[kBytes / 2 - 1] != 0 && at[kBytes / 2 - 1] != number_))
-          ++strangers;
-        std::memset(at, number_, kBytes / 2);
-      }
-    }
-  }
-  // I2: all of it is as written.
-  bool whole() {
-    for (std::size_t row = 0; row < shape_.rows; ++row) {
-      for (std::size_t i = positions_.begin; i < positions_.end; ++i) {
-        if (*bytes(row, i) != number_ || bytes(row, i)[kBytes / 2 - 1] != number_) return false;
-      }
-    }
-    return true;
-  }
-
-  std::size_t strangers = 0;
-
- private:
-  char* bytes(std::size_t row, std::size_t i) {
-    return reinterpret_cast<char*>(buffer_->address_of(row, i));
-  }
-
-  const char number_;
-};
-
 }  // namespace
-
-TEST_CASE("what is prepared in the place of pages on their way out is there") {
-  const auto pool = open_pool(256, {.prefetch = 64 * kBytes});
-  for (int i = 0; i < 200; ++i) {
-    Writer owner(pool, 1 + i % 2, 7);
-    owner.grow(40);
-    owner.shrink(36, false);
-    owner.prepare(30);
-    if (i % 2) std::this_thread::sleep_for(std::chrono::microseconds(20 * (i % 10)));
-    if (i % 3) owner.shrink(1, false);
-    CHECK_NOTHROW(pool->check_invariants());  // I3
-    owner.grow(24);
-    CHECK((owner.whole() && owner.strangers == 0));
-  }
-}
 
 TEST_CASE("a caller who overtakes the mapper waits for no more than a step of its") {
   bool overtaken = false;
@@ -191,8 +135,8 @@ TEST_CASE("what ended while the lock was held is looked for before a refusal") {
 
 TEST_CASE("an owner whose own pages are on their way out gets them back as others") {
   const auto pool = open_pool(64, {.prefetch = 64 * kBytes});
-  Writer owner(pool, 1, 3);
-  owner.grow(64);
+  Owner owner(pool, kCaller, {1, kBytes / 2, 64, 0, false});
+  owner.grow(64, false);
   owner.shrink(64, false);
   const auto buffer = row_of(pool, 128, 60);
   buffer->retract({50, 60});
@@ -289,21 +233,6 @@ TEST_CASE("rows that were prepared half way and then refused are given back") {
     CHECK(pool->counts().reserved_pages == 0);
   }
   CHECK(refused > 0);
-}
-
-TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped") {
-  const auto pool = open_pool(256, {.prefetch = 64 * kBytes});
-  for (int i = 0; i < 100; ++i) {
-    const auto buffer = row_of(pool, 64, 4);
-    Generation* view = publish(*buffer);
-    buffer->grow(kCaller, {0, 16}, false);
-    buffer->prepare(32);
-    buffer->abandon();
-    CHECK(comes_true([&] { return pool->counts().mapped == 4; }));  // the view's
-    CHECK_NOTHROW(pool->check_invariants());
-    pool->end(view);
-    CHECK(comes_true([&] { return pool->counts().mapped == 0; }));
-  }
 }
 
 TEST_CASE("a prefix whose mapping is refused shows its bytes to no later owner (I7)") {
