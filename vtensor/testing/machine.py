@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ REFUSED = object()
 
 MOST_TENSORS = 6
 MOST_VIEWS = 6
+
+_COUNTS = attrgetter(
+    *"pages_used pages_free pages_over pages_mapped pages_active pages_pinned nbytes_reserved tensors".split()
+)
 
 which = st.integers(0, 11)
 """A strategy for the index of a tensor or a view, for ``TensorMachine.tensor``."""
@@ -116,18 +121,7 @@ class TensorMachine(RuleBasedStateMachine):
 
     def facts(self, pool: vtensor.Pool) -> tuple[tuple[int, ...], list[Any]]:
         """The state that a refused operation must not change."""
-        stats = pool.stats()
-        counts = (
-            stats.pages_used,
-            stats.pages_free,
-            stats.pages_over,
-            stats.pages_mapped,
-            stats.pages_active,
-            stats.pages_pinned,
-            stats.nbytes_reserved,
-            stats.tensors,
-        )
-        return counts, [
+        return _COUNTS(pool.stats()), [
             (t.serial, t.actual.length, t.actual.capacity, t.actual.address, t.actual.shape, t.actual.closed)
             for t in self.tensors
         ]
@@ -205,8 +199,10 @@ class TensorMachine(RuleBasedStateMachine):
         written: torch.Tensor | None = None,
     ) -> None:
         """Grows by `n` positions with the bytes `written`, or with positions that are not written yet."""
-        copies = self.may_need_copies(t, n)
         before = t.length
+        # Mapped pages that also hold new positions may be copied.
+        new = t.memory.slots(t.front + t.length, t.front + t.length + n)
+        copies = len(new & self.mapped_slots(t)) * t.rows
         wanted = t.memory.slots(t.front, t.front + t.length + n)
         moves = t.move and t.front + t.length + n > t.capacity
         missing = 0 if moves else len(wanted - self.mapped_slots(t)) * t.rows
@@ -214,9 +210,12 @@ class TensorMachine(RuleBasedStateMachine):
         free = stats.pages_free - stats.pages_over
         if n > t.room:
             facts = self.facts(t.pool)
-            self.must_exceed(operation)
-            assert self.facts(t.pool) == facts
-            return
+            try:
+                operation()
+            except vtensor.CapacityExceeded:
+                assert self.facts(t.pool) == facts
+                return
+            raise AssertionError("more positions than the capacity were granted")
         result = self.attempt(t.pool, operation, fail)
         if result is REFUSED:
             if fail is None and not moves:
@@ -230,21 +229,6 @@ class TensorMachine(RuleBasedStateMachine):
             self.settle_address(t)
         t.length = before + n
         self.look_at_new(t, before, written)
-
-    def must_exceed(self, operation: Callable[[], Any]) -> None:
-        """Asserts that the operation raises CapacityExceeded."""
-        try:
-            operation()
-        except vtensor.CapacityExceeded:
-            return
-        raise AssertionError("more positions than the capacity were granted")
-
-    def may_need_copies(self, t: ModelTensor, n: int) -> int:
-        """The most pages that growth by `n` may copy: mapped pages that also hold new positions."""
-        if n == 0:
-            return 0
-        new = t.memory.slots(t.front + t.length, t.front + t.length + n)
-        return len(new & self.mapped_slots(t)) * t.rows
 
     def may_unshare(self, pool: vtensor.Pool, pages: int) -> bool:
         """Whether the budget has room for the pages that a write may copy. The kernel copies them unasked."""
@@ -266,8 +250,6 @@ class TensorMachine(RuleBasedStateMachine):
 
     def check(self) -> None:
         """Compares everything with its model."""
-        if not hasattr(self, "pools"):
-            return
         for t in self.tensors:
             actual = t.actual
             assert (actual.length, actual.capacity, actual.closed) == (t.length, t.capacity, False)

@@ -124,7 +124,10 @@ def tensors(
     )
     seed = draw(st.integers(0, 2**16))
     for step in draw(st.lists(st.floats(0, 1), max_size=4)):
-        _append(t, layout, int(step * (capacity - t.length)), seed)
+        positions = int(step * (capacity - t.length))
+        count = torch.Size(layout.rows).numel() * positions * layout.item_bytes
+        data = family_bytes(1 + seed % 15, count, seed).view(layout.dtype)
+        t.append(data.reshape(*layout.rows, positions, *layout.item).to(t.device))
     front, back = draw(st.integers(0, t.length)), draw(st.integers(0, 4))
     t.shrink(front // 2, front=True).shrink(min(back, t.length))
     return t
@@ -141,9 +144,3 @@ def forks(
     """
     t = draw(tensors(pool, layout, most_pages))
     return [t, *(t.fork() for _ in range(draw(st.integers(1, 3))))]
-
-
-def _append(t: vtensor.VTensor, layout: Layout, positions: int, seed: int) -> None:
-    count = torch.Size(layout.rows).numel() * positions * layout.item_bytes
-    data = family_bytes(1 + seed % 15, count, seed)
-    t.append(data.view(layout.dtype).reshape(*layout.rows, positions, *layout.item).to(t.device))
