@@ -111,20 +111,15 @@ class PagedCache(OneSample):
         self._hash_of: list[int | None] = [None] * frames
 
     def alloc(self, tokens: Sequence[int] | None = None, *, salt: str = "", expect: int = 0) -> int:
-        slot = self._free_slots.pop()
-        if tokens is None:
-            return slot
-        table, hashes = self.tables[slot], self._hashed(slot, tokens, salt, self.frame_tokens)
-        for known in hashes[: (len(tokens) - 1) // self.frame_tokens]:
-            frame = self._frame_of.get(known)
-            if frame is None:
-                break
-            if self._refs[frame] == 0:
-                del self._free[frame]
+        slot, size = self._free_slots.pop(), self.frame_tokens
+        table = self.tables[slot]
+        if tokens is not None:
+            hashes = self._hashed(slot, tokens, salt, size)[: (len(tokens) - 1) // size]
+            table += map(self._frame_of.__getitem__, takewhile(self._frame_of.__contains__, hashes))
+        for frame in table:
+            self._free.pop(frame, None)
             self._refs[frame] += 1
-            table.append(frame)
-        self._room[slot] = len(table) * self.frame_tokens
-        self._lengths[slot] = self._room[slot]
+        self._room[slot] = self._lengths[slot] = len(table) * size
         return slot
 
     def step(self, lengths: Sequence[int]) -> bool:
