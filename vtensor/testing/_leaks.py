@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,11 +52,10 @@ class Look:
     def _found(self) -> list[str]:
         found = []
         for pool in self._pools():
-            before, now = self._before.get(pool, {}), _counts(pool)
-            more = {what: now[what] - before.get(what, 0) for what in _WHAT}
-            if any(count > 0 for count in more.values()):
-                counts = ", ".join(f"{count:,} {what}" for what, count in more.items() if count > 0)
-                held = "".join(f"\n  {line}" for line in self._holders(pool, more["pages_pinned"] > 0))
+            more = _counts(pool) - self._before.get(pool, Counter())
+            if more:
+                counts = ", ".join(f"{count:,} {what}" for what, count in more.items())
+                held = "".join(f"\n  {line}" for line in self._holders(pool, "pages_pinned" in more))
                 found.append(f"{pool!r} has {counts} more than before{held}")
         gone = _files() - self._files_before - sum(pool not in self._before for pool in self._pools())
         if not self._asked and not found and gone > 0:
@@ -104,12 +104,12 @@ def assert_no_leaks(*pools: Pool) -> Iterator[None]:
         )
 
 
-def _counts(pool: Pool) -> dict[str, int]:
+def _counts(pool: Pool) -> Counter[str]:
     if pool.broken is None:  # a broken one gives nothing back before its end
         pool.trim()
         pool.wait_idle(_SECONDS)
     stats = pool.stats()
-    return {what: getattr(stats, what) for what in _WHAT}
+    return Counter({what: getattr(stats, what) for what in _WHAT})
 
 
 def _open_objects(pool: Pool) -> list[tuple[Any, str, int]]:
