@@ -16,19 +16,9 @@ from vtensor.errors import VTensorError
 
 # In the order of the table; shown without their prefix.
 _CALLS = (
-    "cudaMalloc",
-    "cudaFree",
-    "cuMemCreate",
-    "cuMemRelease",
-    "cuMemMap",
-    "cuMemUnmap",
-    "cuMemSetAccess",
-    "cuMemAddressReserve",
-    "cuMemAddressFree",
-    "mmap",
-    "munmap",
-    "fallocate",
-)
+    "cudaMalloc cudaFree cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemSetAccess cuMemAddressReserve "
+    "cuMemAddressFree mmap munmap fallocate"
+).split()
 _MOST_POINTS = 2000  # on a curve
 
 

@@ -37,11 +37,7 @@ class Limit:
 
 
 def limits(root: Path = Path("/")) -> list[Limit]:
-    """The limits of this process.
-
-    Args:
-        root: the folder that contains ``proc`` and ``sys``, for tests.
-    """
+    """The limits of this process. ``root`` contains ``proc`` and ``sys``."""
     proc = root / "proc"
     mappings = _number(proc / "sys/vm/max_map_count")
     policy = _number(proc / "sys/vm/overcommit_memory") or 0
@@ -166,8 +162,5 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str]]:
             mount, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        folder = mount / path.lstrip("/")
-        while folder != mount:
-            yield folder, *names
-            folder = folder.parent
-        yield mount, *names
+        own = mount / path.lstrip("/")
+        yield from ((folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(mount))
