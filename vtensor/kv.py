@@ -584,7 +584,6 @@ class KVCache(Closes, Drawn):
         return CacheCore.await_arrivals(self._core, seconds)
 
     def _ask(self, operation: str, call: Callable[..., bool], lengths: Any, *others: object) -> bool:
-        """The core's answer for a length of each slot."""
         # No isinstance check of torch's metaclass for what engines pass: it costs as much as a whole step.
         if type(lengths) is not list:
             lengths = items(operation, "lengths", lengths, self._lengths_wanted)
@@ -619,7 +618,6 @@ class KVCache(Closes, Drawn):
         return number
 
     def _slots(self, operation: str, slots: int | Sequence[int] | torch.Tensor) -> list[int]:
-        """The numbers of one slot or several."""
         given = one_or_several(operation, "slots", slots, "slots that alloc() returned")
         return [self._slot(operation, one) for one in given]
 

@@ -79,11 +79,8 @@ class _View:
         return cls(number, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def over(self, core: ReaderCore) -> torch.Tensor:
-        """The tensor, in its range as it was received. Its storage has its bytes alone.
-
-        Raises:
-            VTensorError: it does not lie in its range.
-        """
+        """The tensor, in its range as it was received; refused if it passes it. Its storage has its bytes
+        alone."""
         item = self.dtype.itemsize
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
         nbytes = max(0, (last + 1) * item)

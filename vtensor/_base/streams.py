@@ -15,11 +15,7 @@ _PER_THREAD = 2  # cudaStreamPerThread
 
 
 def stream_handle(operation: str, stream: Stream | None) -> int | None:
-    """The integer value of a stream. None means torch's current stream and stays None.
-
-    Raises:
-        InvalidArgument: if ``stream`` is no stream, or the per-thread default stream.
-    """
+    """The integer value of a stream. None means torch's current stream and stays None."""
     if stream is None:
         return None
     value = _value_of(stream)

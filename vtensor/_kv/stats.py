@@ -70,7 +70,6 @@ class KVCacheStats:
 
 
 def count(core: _core.CacheCore, layout: CacheLayout, pool: Pool) -> KVCacheStats:
-    """Counts a cache at this moment."""
     counts = core.counts()
     pages, size, live = counts.pages, pool.page_size, counts.live_bytes
     return KVCacheStats(
