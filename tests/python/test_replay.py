@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -355,10 +356,20 @@ def test_a_picture_that_cannot_be_written_costs_no_figures(tmp_path, capsys, nam
     assert f"error: [replay] {tmp_path / name} cannot be drawn" in shown.err
 
 
-def test_without_stderr_nothing_is_mixed_into_the_output(capsys, monkeypatch):
-    """As after ``2>&-``: to print(), a file that is None is standard output."""
+class Left(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+closed = io.StringIO()
+closed.close()
+
+
+@pytest.mark.parametrize("stderr", [None, closed, Left()], ids=["none", "closed", "left"])
+def test_without_stderr_nothing_fails_or_is_mixed_into_the_output(capsys, monkeypatch, stderr):
+    """There is none after ``2>&-``; to print(), None is standard output."""
     monkeypatch.setattr("time.monotonic", itertools.count(0, 20).__next__)
-    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "stderr", stderr)
     with Progress() as progress:
         progress("at 1")
     assert run_here("nowhere.csv") == 2

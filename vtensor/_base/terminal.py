@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 
 class Progress:
@@ -12,9 +13,10 @@ class Progress:
     not at all if ``shown`` is None."""
 
     def __init__(self, shown: bool | None = True) -> None:
-        self._terminal = sys.stderr is not None and sys.stderr.isatty()
-        # To print(), None is standard output.
-        self._wanted = self._terminal if shown is None else shown and sys.stderr is not None
+        self._terminal = False
+        with suppress(AttributeError, ValueError):  # as in tell()
+            self._terminal = sys.stderr.isatty()
+        self._wanted = self._terminal if shown is None else shown
         self._next = time.monotonic() + 1.0
         self._shown = False
 
@@ -26,12 +28,18 @@ class Progress:
         if self._wanted and now >= self._next:
             self._next = now + (1.0 if self._terminal else 10.0)
             self._shown = True
-            shown = f"\r{line}\x1b[K" if self._terminal else f"{line}\n"
-            print(shown, end="", file=sys.stderr, flush=True)
+            tell(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
 
     def __exit__(self, *exception: object) -> None:
         if self._shown and self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr)
+            tell("\r\x1b[K")
+
+
+def tell(text: str) -> None:
+    """Writes to stderr, if there is one that takes it."""
+    with suppress(AttributeError, OSError, ValueError):  # it is None, its reader has gone, or it is closed
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

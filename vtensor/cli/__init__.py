@@ -12,12 +12,12 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vtensor import __version__
 from vtensor._base import starting
+from vtensor._base.terminal import tell
 from vtensor.errors import InvalidArgument, VTensorError
 
 PIPE_CLOSED = 141  # SIGPIPE
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(end="", flush=True)  # now, because a closed pipe can still be handled here
         return status
     except KeyboardInterrupt:
-        _print_error("stopped")
+        tell("stopped\n")
         return starting.INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes again when it ends, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except VTensorError as error:
-        _print_error(f"error: {error}")
+        tell(f"error: {error}\n")
         return 2 if isinstance(error, InvalidArgument) else 1
 
 
@@ -105,8 +105,3 @@ def _demo(options: argparse.Namespace) -> int:
         raise VTensorError(f"[demo] it needs {missing.name}: pip install 'vtensor[demo]'") from missing
     status: int = demo.main(options)
     return status
-
-
-def _print_error(line: str) -> None:
-    with suppress(OSError, AttributeError):  # stderr may be closed too, or None
-        sys.stderr.write(f"{line}\n")

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 import vtensor
+from vtensor._base.terminal import tell
 from vtensor._base.units import byte_text
 from vtensor.cli.drivers import Driver, drivers, libraries
 from vtensor.cli.limits import Limit, limits
@@ -34,8 +34,8 @@ def main(as_json: bool) -> int:
     tests: dict[str, list[Step]] = {}
     for driver in found:
         if driver.found and driver.page_size:
-            if driver.device != "cpu" and sys.stderr is not None:  # making a CUDA context takes a second
-                print(f"testing {driver.device} ...", file=sys.stderr, flush=True)
+            if driver.device != "cpu":  # making a CUDA context takes a second
+                tell(f"testing {driver.device} ...\n")
             budget = _TEST_PAGES * driver.page_size
             with vtensor.Pool(driver.device, budget=budget, prefetch=0) as pool:
                 tests[driver.device] = self_test(pool)
