@@ -119,10 +119,7 @@ def page_map(tensor: VTensor | KVCache | Arena, *, ax: Axes | None = None) -> Ax
     for runs, alike in groupby(_bands(pages, shown), key=itemgetter(0)):
         height = sum(rows for _, rows in alike)
         for run in runs:
-            width, colour = run.stop - run.start, COLOURS[run.state]
-            axes.broken_barh(
-                [(run.start, width)], (top, height), facecolors=colour, edgecolors="white", linewidth=0.8
-            )
+            _box(axes, run.state, run.start, run.stop, top, height)
         top += height
     if shown <= _MOST_LINES:
         axes.vlines(range(1, shown), 0, top, colors="white", linewidth=0.3)
@@ -369,14 +366,7 @@ def sharing(owners: Owners, *, ax: Axes | None = None) -> Axes:
     axes = _axes("sharing", ax, (8, 1.2 + 0.32 * min(len(ordered), 20)))
     slots = max((max(lane.pages, default=-1) + 1 for lane in ordered), default=0)
     for box in boxes(ordered, slots):
-        colour = COLOURS[box.state]
-        axes.broken_barh(
-            [(box.start, box.stop - box.start)],
-            (box.top + 0.06, box.bottom - box.top - 0.12),
-            facecolors=colour,
-            edgecolors="white",
-            linewidth=0.8,
-        )
+        _box(axes, box.state, box.start, box.stop, box.top + 0.06, box.bottom - box.top - 0.12)
         if box.shared > 1 and (box.stop - box.start) > 0.04 * slots:
             x, y = (box.start + box.stop) / 2, (box.top + box.bottom) / 2
             axes.text(x, y, f"×{box.shared}", ha="center", va="center", color="white", fontsize=8)
@@ -453,6 +443,12 @@ def _finish(axes: Axes, title: str) -> Axes:
     if labels:
         axes.legend(handles, labels, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.03))
     return axes
+
+
+def _box(axes: Axes, state: str, start: int, stop: int, top: float, height: float) -> None:
+    axes.broken_barh(
+        [(start, stop - start)], (top, height), facecolors=COLOURS[state], edgecolors="white", linewidth=0.8
+    )
 
 
 def _label(axes: Axes, text: str, colour: str, marker: str = "s") -> None:
