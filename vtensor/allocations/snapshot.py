@@ -59,14 +59,13 @@ def _loaded(path: Path) -> Any:
 
 
 def _device(path: Path, histories: list[list[Any]], asked: str | None) -> int:
-    numbers = {f"cuda:{i}": i for i, entries in enumerate(histories) if entries}
-    if not numbers:
+    found = {f"cuda:{i}": len(entries) for i, entries in enumerate(histories) if entries}
+    if not found:
         raise malformed(
             f"{path} has an empty history: call torch.cuda.memory._record_memory_history() before what is "
             "recorded"
         )
-    found = {name: len(histories[i]) for name, i in numbers.items()}
-    return numbers[selected(path, found, asked)]
+    return int(selected(path, found, asked).removeprefix("cuda:"))
 
 
 def _events(path: Path, number: int, entries: list[Any]) -> Iterator[tuple[str, Event]]:
