@@ -14,12 +14,10 @@ class ClosedPool:
 
     def __init__(self, core: _core.PagePool) -> None:
         self._pool = _core.WeakPool(core)
+        self.leave_mapper = self._pool.leave_mapper
         self._calls, self._events = core.driver_calls(), core.events()
         self.page_size, self.budget_pages, self.device = core.page_size, core.budget_pages, core.device
         self.broken, self.sharing = core.broken, core.sharing
-
-    def leave_mapper(self) -> None:
-        self._pool.leave_mapper()
 
     def counts(self) -> _core.PoolCounts:
         pool = self._pool.get()

@@ -22,8 +22,6 @@ from vtensor.errors import InvalidArgument, VTensorError
 
 PIPE_CLOSED = 141  # SIGPIPE
 
-Command = Callable[[argparse.Namespace, list[str]], int]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command in ``arguments`` (``sys.argv[1:]`` by default). Returns the exit status."""
@@ -82,7 +80,7 @@ def _run(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and arguments[0] != "bench":
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
-    runs: dict[str, Command] = {
+    runs: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
         "info": lambda options, rest: _imported("cli.info").main(as_json=options.json),
         "top": lambda options, rest: _imported("cli.top").main(once=options.once, as_json=options.json),
         "demo": lambda options, rest: _demo(options),
