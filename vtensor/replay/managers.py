@@ -30,13 +30,8 @@ class ReplayCache(KVCacheManager, Protocol):
 
 
 class OneSample:
-    """A manager that neither forks nor swaps: the requests of a trace have one sample each, and the scheduler
-    computes these again.
-
-    Args:
-        max_batch: the most slots.
-        max_len: the most tokens of a slot.
-    """
+    """A manager of at most ``max_batch`` slots of ``max_len`` tokens that neither forks nor swaps: the
+    requests of a trace have one sample each, and the scheduler computes these again."""
 
     def __init__(self, max_batch: int, max_len: int) -> None:
         self.max_batch, self.max_len = max_batch, max_len
