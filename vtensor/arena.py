@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import integer, of_type, require_tables, tag_of
+from vtensor._base.arguments import MOST, integer, of_type, require_tables, tag_of
 from vtensor._base.notebook import Drawn
 from vtensor._base.processes import Closes
 from vtensor._base.streams import Stream, stream_handle
@@ -21,7 +21,6 @@ __all__ = ["Arena", "ArenaStats"]
 # Its methods are called by the class, as those of a tensor's core: see tensor.py.
 ArenaCore = _core.ArenaCore
 
-_MOST_BYTES = 2**62
 _PER_ZERO_PAGE = 24  # bytes of tables for each page of addresses, while it is filled
 
 Interval = tuple[int, int]
@@ -90,7 +89,7 @@ class Arena(Closes, Drawn):
         if zeros:
             pages = nbytes // self._pool.page_size
             require_tables("Arena", f"nbytes {nbytes} with zeros=True", pages * _PER_ZERO_PAGE)
-        self._core = ArenaCore(self._pool._open_core("Arena"), min(nbytes, _MOST_BYTES), bool(zeros))
+        self._core = ArenaCore(self._pool._open_core("Arena"), min(nbytes, MOST), bool(zeros))
         self.nbytes = nbytes
         """Bytes of the range."""
         self._tensor: torch.Tensor | None = whole_storage(ArenaCore.storage(self._core))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from vtensor import _core
-from vtensor._base.arguments import integer, items, of_type, require_tables
+from vtensor._base.arguments import MOST, integer, items, of_type, require_tables
 from vtensor._base.processes import StaysHere
 from vtensor._base.streams import Stream, stream_handle
 from vtensor.arena import Arena
@@ -53,8 +53,8 @@ class Blocks(StaysHere):
             tuple(integer("Blocks", "parts", end) for end in items("Blocks", "a part", part, wanted))
             for part in items("Blocks", "parts", parts, wanted)
         ]
-        wrong = any(len(part) != 3 or min(part) < 0 or max(part) >= 2**62 for part in given)
-        if not 1 <= count < 2**62 or wrong:
+        wrong = any(len(part) != 3 or min(part) < 0 or max(part) >= MOST for part in given)
+        if not 1 <= count < MOST or wrong:
             raise InvalidArgument(
                 f"[Blocks] {count} blocks of parts {given[:4]}: give at least one block, and each part as "
                 "(offset, stride, size) in bytes"

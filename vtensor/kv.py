@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import integer, items, of_type, require_tables, tag_of, text
+from vtensor._base.arguments import MOST, integer, items, of_type, require_tables, tag_of, text
 from vtensor._base.notebook import Drawn
 from vtensor._base.processes import Closes
 from vtensor._base.streams import Stream, stream_handle
@@ -26,7 +26,6 @@ __all__ = ["KVCache", "KVCacheStats"]
 # Its methods are called by the class, as those of a tensor's core: see tensor.py.
 CacheCore = _core.CacheCore
 
-_MOST = 2**62  # more than any address space has bytes
 # Bytes of tables, as measured and some more: for each layer, slot, row group of a slot.
 _PER_LAYER, _PER_SLOT, _PER_ROW_GROUP = 3000, 350, 70
 
@@ -162,7 +161,7 @@ class KVCache(Closes, Drawn):
             NoFreeSlot: ``max_batch`` requests are in the cache.
             DriverError, Closed: nothing was changed.
         """
-        expect = integer("KVCache.alloc", "expect", expect, 0, _MOST)
+        expect = integer("KVCache.alloc", "expect", expect, 0, MOST)
         ids = None if tokens is None else token_ids("KVCache.alloc", tokens)
         salt = text("KVCache.alloc", "salt", salt)
         return CacheCore.alloc(self._core, expect, ids, salt, bool(deferred))
@@ -264,7 +263,7 @@ class KVCache(Closes, Drawn):
             InvalidArgument: it has fewer, or windowed layers have given back tokens that they would see.
         """
         slot = self._slot("KVCache.truncate", slot)
-        length = integer("KVCache.truncate", "length", length, 0, _MOST)
+        length = integer("KVCache.truncate", "length", length, 0, MOST)
         CacheCore.truncate(self._core, slot, length, stream_handle("KVCache.truncate", stream))
 
     def length(self, slot: int, band: int | None = None) -> int:
@@ -374,7 +373,7 @@ class KVCache(Closes, Drawn):
                 handles of their own first.
         """
         slot = self._slot("KVCache.fork", slot)
-        n = integer("KVCache.fork", "n", n, 0, _MOST)
+        n = integer("KVCache.fork", "n", n, 0, MOST)
         return CacheCore.fork(self._core, slot, n, stream_handle("KVCache.fork", stream))
 
     def reorder(
@@ -434,8 +433,8 @@ class KVCache(Closes, Drawn):
             OutOfPages: nothing was changed.
         """
         slot = self._slot("KVCache.unshare", slot)
-        start = integer("KVCache.unshare", "start", start, 0, _MOST)
-        CacheCore.unshare(self._core, slot, start, integer("KVCache.unshare", "stop", stop, 0, _MOST))
+        start = integer("KVCache.unshare", "start", start, 0, MOST)
+        CacheCore.unshare(self._core, slot, start, integer("KVCache.unshare", "stop", stop, 0, MOST))
 
     def record_stream(self, stream: Stream | None = None) -> None:
         """Notes that work in ``stream`` uses the slots, as :meth:`step` notes the current one. Pages that the
@@ -601,7 +600,7 @@ class KVCache(Closes, Drawn):
     def _layer(self, operation: str, layer: int) -> int:
         if self._core.closed:
             raise Closed(f"[{operation}] the cache is closed: make a new one")
-        number = integer(operation, "layer", layer, 0, _MOST)
+        number = integer(operation, "layer", layer, 0, MOST)
         if number >= len(self):
             raise InvalidArgument(f"[{operation}] layer {number}: the cache has layers 0 to {len(self) - 1}")
         return number
@@ -626,7 +625,7 @@ class KVCache(Closes, Drawn):
         if bands is None:
             return []
         given = items(operation, "bands", bands, "their numbers, such as [0]")
-        numbers = [integer(operation, "a band", band, 0, _MOST) for band in given]
+        numbers = [integer(operation, "a band", band, 0, MOST) for band in given]
         if not numbers or max(numbers) >= len(self._layout.bands):
             raise InvalidArgument(
                 f"[{operation}] bands is {numbers}: name some of 0 to {len(self._layout.bands) - 1}"

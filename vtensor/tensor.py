@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import choice, integer, items, of_type, tag_of
+from vtensor._base.arguments import MOST, choice, integer, items, of_type, tag_of
 from vtensor._base.notebook import Drawn
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
@@ -23,7 +23,6 @@ TensorCore = _core.TensorCore
 PageRecord = _core.PageRecord
 WhenFull = Literal["raise", "move"]
 
-_MOST_POSITIONS = 2**62
 _QUANTIZED = frozenset([torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4])
 
 
@@ -617,7 +616,7 @@ def _make(
     choice(operation, "when_full", when_full, ("raise", "move"))
     tag = tag_of(operation, tag)
     capacity = integer(operation, "capacity", capacity, 0)
-    if max(capacity, *map(abs, shape)) > _MOST_POSITIONS:
+    if max(capacity, *map(abs, shape)) > MOST:
         raise CapacityExceeded(
             f"[{operation}] sizes {shape} or capacity {capacity} pass the address space: lower them"
         )

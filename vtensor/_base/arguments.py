@@ -18,7 +18,7 @@ from vtensor.errors import CapacityExceeded, InvalidArgument
 
 T = TypeVar("T")
 
-_MOST_BYTES = 2**62
+MOST = 2**62  # more than any address space has bytes
 _MOST_SECONDS = 10**9
 
 
@@ -102,7 +102,7 @@ def byte_count(operation: str, name: str, value: Any, least: int = 0) -> int:
         nbytes = int(size) if isinstance(size, float) else operator.index(size)
     except TypeError:
         raise _refusal(operation, name, value, "a number of bytes, or text such as '40GiB'") from None
-    if least <= nbytes <= _MOST_BYTES:
+    if least <= nbytes <= MOST:
         return nbytes
     raise InvalidArgument(
         f"[{operation}] {name} is {nbytes} bytes: it must be at least {least} and fit in memory"

@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from vtensor._base.arguments import choice, integer
+from vtensor._base.arguments import MOST, choice, integer
 from vtensor._base.torch_modes import without_modes
 from vtensor.errors import CapacityExceeded, InvalidArgument
-
-_MOST = 2**62  # more than any address space has bytes
 
 
 class Place(NamedTuple):
@@ -117,7 +115,7 @@ def layout_of(
             f"[KVCache] windows is a {type(windows).__name__}: give None or a number for each layer"
         )
     given: Sequence[int | None] = [None] * num_layers if windows is None else windows
-    window_of = [0 if w is None else min(integer("KVCache", "a window", w), _MOST) for w in given]
+    window_of = [0 if w is None else min(integer("KVCache", "a window", w), MOST) for w in given]
     if len(window_of) != num_layers:
         raise InvalidArgument(
             f"[KVCache] windows has {len(window_of)} entries for {num_layers} layers: give one for each"
@@ -131,7 +129,7 @@ def layout_of(
         raise InvalidArgument(f"[KVCache] dtype is {dtype}: give a floating-point one, or an 8-bit integer")
 
     item = dtype.itemsize
-    if (token := num_layers * num_kv_heads * (head_dim + value_dim) * item) > _MOST:
+    if (token := num_layers * num_kv_heads * (head_dim + value_dim) * item) > MOST:
         raise CapacityExceeded(
             f"[KVCache] each token takes {token} bytes, past the address space: ask for less"
         )
@@ -168,7 +166,7 @@ def layout_of(
 def size_of(name: str, size: int, least: int = 1) -> int:
     """One of a cache's sizes, within its limits."""
     number = integer("KVCache", name, size, least)
-    if number > _MOST:
+    if number > MOST:
         raise CapacityExceeded(f"[KVCache] {name} is {number}: it must be at most 2**62")
     return number
 

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vtensor._base.arguments import has_memory, items
+from vtensor._base.arguments import MOST, has_memory, items
 from vtensor._base.torch_modes import without_modes
 from vtensor.errors import InvalidArgument
-
-_MOST = 2**62  # more than any address space has bytes
 
 
 class Runs(NamedTuple):
@@ -84,7 +82,7 @@ def _numbers(name: str, given: Any) -> list[int]:
         raise InvalidArgument(
             f"[KVCache.write] {name} is {given!r}: give an integer, or one for each slot"
         ) from None
-    if any(not 0 <= number < _MOST for number in numbers):
+    if any(not 0 <= number < MOST for number in numbers):
         raise InvalidArgument(f"[KVCache.write] {name} is {given!r}: none may be negative, or pass 2**62")
     return numbers
 
