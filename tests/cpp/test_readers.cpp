@@ -61,9 +61,9 @@ std::shared_ptr<PagePool> open_pool(bool on_device, std::size_t pages, std::size
 // Every position of every row holds the writer's number.
 class Writer : public Owner {
  public:
-  Writer(const std::shared_ptr<PagePool>& pool, char number)
+  Writer(const std::shared_ptr<PagePool>& pool, char number, std::size_t words = 2)
       : Owner(pool, kCaller, {kRows, kItem, kCapacity, 0, false}), number_(number) {
-    buffer_->share("test", 2);
+    buffer_->share("test", words);
   }
 
   // Shows what it adds once it is written.
@@ -351,6 +351,22 @@ TEST_CASE("a range whose holes would lie past its end is refused") {
     CHECK_THROWS_AS(
         RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated(kBytes, true)),
         InvalidArgument);
+  }
+}
+
+TEST_CASE("ranges of two pools are no object that a reader takes") {  // I7
+  const auto pool = open_pool(false, 80, 0), other = open_pool(false, 80, 0);
+  const Writer writer(pool, 'a');
+  for (const auto& [of, fits] : {std::pair(pool, true), std::pair(other, false)}) {
+    const Writer second(of, 'b', 0);
+    const std::array ranges{writer.open_range(), second.open_range()};
+    bool taken = true;
+    try {
+      const RangeReaders readers(ranges, writer.open_memory(), 2, simulated());
+    } catch (const InvalidArgument&) {
+      taken = false;
+    }
+    CHECK(taken == fits);
   }
 }
 
