@@ -44,7 +44,9 @@ class Remapping {
   // std::bad_alloc, and takes nothing over then.
   void add(Page* page) VT_LOCKED {
     Change& change = changes_.back();
-    change.was.push_back(change.range.at(change.run.row, change.run.indices.end).page()->handle);
+    const Page* const was = change.range.at(change.run.row, change.run.indices.end).page();
+    if (page != was && change.range.shared()) change.range.shared()->expect(1);
+    change.was.push_back(was->handle);
     change.is.push_back(page->handle);
     change.to.push_back(page);
     ++change.run.indices.end;
@@ -107,6 +109,7 @@ class Remapping {
       if (change.changed) {
         range.replace(row, index, page, state_);
       } else if (page != range.at(row, index).page()) {
+        if (range.shared()) range.shared()->forgo(1);
         copying_ ? range.keep_to_the_end(page) : range.store().drop(page);
       }
     }

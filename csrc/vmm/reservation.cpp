@@ -61,9 +61,10 @@ void Reservation::claim(Arrival& arrival) {
   pages_.raise_if_broken();
   arrival.range = this;
   const bool given = !arrival.given.empty();
+  const std::size_t n = pages_of(arrival.runs);
+  if (shared_) shared_->expect(n);
   std::size_t claimed = 0, done = 0;
   try {
-    const std::size_t n = pages_of(arrival.runs);
     arrival.handles.resize(n);
     if (!given) arrival.taken.reserve(n);  // once for all runs
     for (const Run& run : arrival.runs) {
@@ -83,6 +84,7 @@ void Reservation::claim(Arrival& arrival) {
   } catch (...) {
     arrival.error = std::current_exception();
     arrival.runs.resize(claimed);
+    if (shared_) shared_->forgo(n - done);
     enter(arrival);
     throw;
   }
@@ -165,6 +167,7 @@ void Reservation::enter(const Arrival& arrival) {
       }
       const bool dirty = page->dirty;
       pages_.drop(page);
+      if (shared_) shared_->forgo(1);
       // What was taken was not written to. What was given others may have written to, and let go.
       if (arrival.given.empty()) page->dirty = dirty;
       set(run.row, index, {});
@@ -231,7 +234,10 @@ void Reservation::enter(const Departure& departure) {
 }
 
 void Reservation::show_in(std::shared_ptr<SharedRange> shared) {
-  const std::vector<Run> mapped = collect({0, reserved()}, is_mapped);
+  if (!shared) return;
+  const Interval all{0, reserved()};
+  const std::vector<Run> mapped = collect(all, is_mapped);
+  shared->expect(pages_of(collect(all, [](Entry entry) { return entry.page() != nullptr; })));
   shared_ = std::move(shared);
   for (const Run& run : mapped) show(run);
 }

@@ -71,21 +71,24 @@ void SharedRange::change(std::size_t n, std::uint64_t entry) noexcept {
     header.end.store(n + 1, std::memory_order_release);
 }
 
+void SharedRange::expect(std::size_t pages) {
+  const std::size_t most = kept_.size() + expected_ + pages;
+  if (most > kept_.capacity()) kept_.reserve(std::max(most, 2 * kept_.capacity()));
+  expected_ += pages;
+}
+
 void SharedRange::came(std::size_t n, const Page* page) noexcept { change(n, page->handle + 1); }
 
 // Once the owner has left, an entry stays in the table of every version to come, and its page while
 // a reader lives: a reader keeps what it has.
 void SharedRange::went(std::size_t n, Page* page) noexcept {
+  --expected_;
   if (parts_.entry(n).load(std::memory_order_relaxed) == 0) return all_.store_.drop(page);
   const bool stays = closed();
   if (!stays) change(n, 0);
-  try {
-    kept_.push_back({page, stays ? std::numeric_limits<std::uint64_t>::max() : version_ + 2});
-    all_.store_.count_in_page_sets(1);
-    all_.keeps_ = true;
-  } catch (const std::bad_alloc&) {
-    // Without memory to note it, it is never dropped: readers may read it.
-  }
+  kept_.push_back({page, stays ? std::numeric_limits<std::uint64_t>::max() : version_ + 2});
+  all_.store_.count_in_page_sets(1);
+  all_.keeps_ = true;
 }
 
 void SharedRange::publish() noexcept {

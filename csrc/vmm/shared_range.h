@@ -27,6 +27,10 @@ class SharedRange {
 
   // -- the table: each hold of the lock is one change to readers
 
+  // So many pages are to come, and each to go: makes room to keep them. Throws std::bad_alloc.
+  void expect(std::size_t pages) VT_LOCKED;
+  // So many do not come.
+  void forgo(std::size_t pages) noexcept VT_LOCKED { expected_ -= pages; }
   // `page` is mapped at the n-th page of the range.
   void came(std::size_t n, const Page* page) noexcept VT_LOCKED;
   // Page `page` is mapped there no longer. Takes over its reference, and drops it once no reader
@@ -86,7 +90,8 @@ class SharedRange {
   shared::Parts parts_{};
   std::uint64_t version_ VT_GUARDED = 2;  // of the table as published last; even
   bool changing_ VT_GUARDED = false;      // the published version is odd
-  std::vector<Kept> kept_ VT_GUARDED;     // oldest first
+  std::vector<Kept> kept_ VT_GUARDED;     // oldest first, with room for all that may go
+  std::size_t expected_ VT_GUARDED = 0;   // pages that may go
 };
 
 // A pool's.

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "arena/arena.h"
+#include "base/descriptor.h"
 #include "cpp/owner.h"
 #include "cpp/slot_cache_bench.h"
 #include "heap/heap.h"
@@ -21,6 +22,7 @@
 #include "policy/page_pool.h"
 #include "policy/sleep.h"
 #include "tensor/buffer.h"
+#include "vmm/range_reader.h"
 
 // Refuses one allocation of a thread: this replaces operator new. The allocations of the simulated
 // libcuda and of other libraries do not count.
@@ -340,6 +342,41 @@ TEST_CASE_TEMPLATE("shared pages", T, OnHost, OnSimulation) {
       Buffer::reindex(kCaller, {&one, 1});
     };
   });
+}
+
+// I5, I14: whichever allocation was refused, also as they went.
+TEST_CASE("pages that a reader has gone on from are free") {
+  bool refused = true;
+  for (long n = 0; refused; ++n) {
+    CAPTURE(n);
+    const auto pool = PagePool::create(make_host_driver({.page_size = kPage, .shareable = true}),
+                                       {.budget = kPages * kPage, .patience = kPatience});
+    const std::shared_ptr<Buffer> buffer = Buffer::create(pool, kShape, kCaller);
+    buffer->grow(kCaller, {0, 31}, false);
+    buffer->share("test", 2);
+    const Descriptor range = buffer->range().shared()->open_for_reader("test");
+    RangeReaders readers({&range, 1}, pool->open_for_readers("test"), 2, {});
+    readers.sync(kCaller, true);
+    buffer->share_rows(kCaller, kShape, kRows, false)->abandon();
+    const std::shared_ptr<Buffer> fork = buffer->share_rows(kCaller, kShape, kRows, false);
+    allowed = n;
+    try {
+      buffer->grow(kCaller, {0, 40}, false);  // the page that it has with the fork goes
+      buffer->retract({0, 3});
+    } catch (const std::bad_alloc&) {
+    }
+    refused = std::exchange(allowed, -1) < 0;
+    CHECK_NOTHROW(pool->check_invariants());
+    buffer->retract({});
+    CHECK_NOTHROW(pool->wait_idle(kPatience));
+    readers.sync(kCaller, readers.stale());
+    fork->abandon();
+    const PoolCounts counts = pool->counts();
+    CHECK(counts.held_by_readers == 0);
+    CHECK(counts.used == 0);
+    CHECK_NOTHROW(pool->check_invariants());
+    buffer->abandon();
+  }
 }
 
 TEST_CASE_TEMPLATE("arenas and heaps", T, OnHost, OnSimulation) {
