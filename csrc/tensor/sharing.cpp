@@ -229,9 +229,11 @@ void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
   const std::shared_ptr<PagePool>& pool = all.front().first->pool_;
   PoolLock lock(pool);
   pool->reap();
+  // Before any stays busy: what one has ahead may have to go for another.
+  for (const auto& [buffer, rows] : all) buffer->quieten(lock, caller);
   std::vector<std::unique_ptr<Busy>> busy;
-  for (const auto& [buffer, rows] : all) busy.push_back(buffer->quieten(lock, caller));
-
+  for (const auto& [buffer, rows] : all)
+    busy.push_back(std::make_unique<Busy>(*buffer, lock, caller));
   std::vector<PageChange> changes;
   for (const auto& [buffer, rows] : all) {
     Reservation& range = buffer->range_;

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import vtensor
+from support import filled
 from vtensor import testing, together
 
 
@@ -77,3 +78,22 @@ def test_reserve_moves_in_place(pool):
         together.reserve(t, 1999)
     assert torch.equal(t, torch.cat([before, before], 1)) and t.capacity == 2000
     testing.check_invariants(pool)
+
+
+def test_what_one_has_ahead_goes_for_another(pool_factory):  # I9
+    pool = pool_factory("host", 16, prefetch=8 * 4096)
+    tensors = [filled(pool, 8, value, rows=(2,)) for value in (1, 2)]
+    for ahead in tensors:  # the first in the order of the core, and the last
+        forks = [t.fork() for t in tensors]
+        ahead.prepare(8)
+        pool.wait_idle()
+        assert (pool.stats().pages_prefetched, pool.stats().pages_free) == (4, 4)
+        for t in tensors:
+            t.alias()[0] = 3  # the kernel copies pages
+            t.alias()[1] = 4
+        together.reindex(tensors, [[1, 0], [1, 0]])
+        for t, fork in zip(tensors, forks, strict=True):
+            assert t[0].eq(4).all() and t[1].eq(3).all()
+            fork.close()
+    for t in tensors:
+        t.close()
