@@ -93,21 +93,6 @@ def test_a_tile_behind_the_length_is_mapped_and_finite(pool_factory, kind, tile)
 # -- freed slots
 
 
-@pytest.mark.exact
-def test_a_freed_slot_keeps_its_pages_for_the_next_request(cache):
-    slot = filled(cache, 50)
-    cache.free(slot)
-    cache.pool.wait_idle(10)
-    assert cache.stats().pages_cached == 4 * RANGES
-    before = calls(cache.pool)
-    again = cache.alloc(expect=50)
-    assert again == slot and grown(cache, again, 50)
-    maps = calls_since(cache.pool, before)
-    assert not maps.get("mmap") and not maps.get("cuMemMap")
-    k, v = cache[0]
-    assert k[again, :50].eq(0).all() and v[again, :50].eq(0).all()  # I7
-
-
 def test_a_request_gets_the_slot_that_fits_best(cache):
     slots = [cache.alloc() for _ in range(3)]
     for slot, length in zip(slots, (100, 20, 50), strict=True):

@@ -40,18 +40,6 @@ def limited(request, pool_factory):
 
 
 @pytest.mark.exact
-def test_up_to_the_last_page(limited):
-    with make_cache(limited(4 * RANGES)) as cache:
-        a, b = cache.alloc(), cache.alloc()
-        assert (a, b) == (0, 1)
-        assert not cache.fits(lengths(2 * UNIT, 2 * UNIT + 1))
-        assert fits_and_steps(cache, lengths(2 * UNIT, 2 * UNIT))
-        assert not fits_and_steps(cache, lengths(2 * UNIT + 1, 2 * UNIT))
-        cache.free(b)  # its pages stay with the slot, and would be given up
-        assert fits_and_steps(cache, lengths(4 * UNIT))
-
-
-@pytest.mark.exact
 def test_a_step_may_take_the_pages_that_replace_what_the_kernel_copied(pool_factory):
     pool = pool_factory("host", 2 * RANGES)
     with make_cache(pool) as cache:
