@@ -184,20 +184,6 @@ def test_threads_outside_are_refused(pool):
         assert "not inside vtensor.memory" in refusal
 
 
-def test_contexts_nest(pool):
-    with inside(pool, "outer") as outer:
-        with inside(pool, "inner") as inner:
-            made = [allocate(1)]
-            assert (outer.counts().allocations, inner.counts().allocations) == (0, 1)
-        made.append(allocate(1))
-        assert (outer.counts().allocations, inner.counts().allocations) == (1, 1)
-        assert pool.stats().nbytes_by_tag == {"outer": 512, "inner": 512}
-        for address in made:
-            free(address)
-        empty(pool, outer, inner)
-    assert allocate(1) is None
-
-
 def test_what_lives_when_its_pool_closes(pool_factory, kind):
     pool = caching(pool_factory, kind)
     with inside(pool):
