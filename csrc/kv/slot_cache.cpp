@@ -346,10 +346,10 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
         " tokens: layers with a window of ", rows.window,
         " have given back what they would see from there; free the slot and compute it again");
   }
+  buffers_.use(caller, slot);  // also if nothing is cut
   if (length == now && !lengths_->differ(slot)) return;
   await_arrival(caller, slot);
   protect(caller, slot, length);
-  buffers_.use(caller, slot);
   // From here on nothing is refused.
   hide(slot, length);
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
