@@ -407,10 +407,8 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
     if (std::find(sources.begin(), sources.end(), beams[i]) == sources.end())
       dropped.push_back(beams[i]);
   }
-  for (const std::size_t slot : dropped) {
-    swaps_.await_arrival(caller, slot);
-    buffers_.use(caller, slot);
-  }
+  for (const std::size_t slot : dropped) swaps_.await_arrival(caller, slot);
+  for (const std::size_t slot : beams) buffers_.use(caller, slot);
   // With enough free slots the forks come first, and a refusal loses no beam.
   const bool beside = free_.has(dropped.size());
   const auto drop = [&]() noexcept {

@@ -91,7 +91,9 @@ def test_pages_wait_for_the_named_stream(sim, stream_pool, operation, name):
     assert pool.stats().pages_pinned == 0
 
 
-@pytest.mark.parametrize("operation", ["truncate", "truncate nothing", "free", "close", "record_stream"])
+@pytest.mark.parametrize(
+    "operation", ["truncate", "truncate nothing", "reorder", "free", "close", "record_stream"]
+)
 def test_pages_of_a_slot_wait_for_the_named_stream(sim, stream_pool, operation):
     pool = stream_pool()
     stream = sim.stream(held=True)
@@ -109,6 +111,9 @@ def test_pages_of_a_slot_wait_for_the_named_stream(sim, stream_pool, operation):
         cache.truncate(slot, 0, stream=stream)
     elif operation == "truncate nothing":  # as where all drafts were right
         cache.truncate(slot, 256, stream=stream)
+        cache.truncate(slot, 0)
+    elif operation == "reorder":  # of a beam that stays
+        assert cache.reorder([slot], [slot], stream=stream) == [slot]
         cache.truncate(slot, 0)
     else:
         cache.record_stream(stream)
