@@ -11,7 +11,6 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "base/errors.h"
@@ -110,17 +109,6 @@ TEST_CASE("what is announced for two is no more than there is") {  // I5
   CHECK_NOTHROW(pool->check_invariants());
   first->abandon();
   second->abandon();
-}
-
-TEST_CASE("nothing keeps a buffer whose pages the mapper has unmapped") {  // I14
-  const auto pool = open_pool(8, {.prefetch = 64 * kBytes});
-  auto buffer = row_of(pool, 8, 8);
-  const std::weak_ptr<Buffer> left = buffer;
-  std::exchange(buffer, nullptr)->abandon();
-  CHECK(comes_true([&] {
-    pool->counts();
-    return left.expired();
-  }));
 }
 
 TEST_CASE("what ended while the lock was held is looked for before a refusal") {
@@ -265,19 +253,6 @@ TEST_CASE("a prefix whose mapping is refused shows its bytes to no later owner (
   const auto third = row_of(pool, 16, 4);
   check_zeros(*third, 4);
   third->abandon();
-}
-
-TEST_CASE("a pool ends although an unmapping was refused once (I14)") {
-  std::shared_ptr<PagePool> pool = open_pool(64, {});
-  auto buffer = row_of(pool, 16, 8);
-  pool->driver().meter().fail_after(0);
-  buffer->retract({0, 4});
-  pool->driver().meter().disarm();
-  CHECK(pool->driver().meter().refused(Call::munmap) == 1);
-  std::exchange(buffer, nullptr)->abandon();  // which unmaps all
-  pool->retire();
-  const std::weak_ptr<PagePool> left = std::exchange(pool, nullptr);
-  CHECK(left.expired());
 }
 
 // Each mapper sleeps on its place's word, which the other pool wakes, and its own.
