@@ -11,15 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import vtensor
 from machines import case
-from support import (
-    Rival,
-    calls,
-    calls_since,
-    eventually,
-    filled,
-    open_pool,
-    quarter,
-)
+from support import Rival, eventually, filled, open_pool, quarter
 from vtensor import testing
 
 PAGE = 4096
@@ -45,14 +37,6 @@ def content(arena: vtensor.Arena, i: int) -> torch.Tensor:
 @pytest.fixture
 def arena(pool_factory, kind):
     with vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory(kind, 64)) as arena:
-        yield arena
-
-
-@pytest.fixture
-def caching(pool_factory, kind):
-    """In a pool of 16 pages, with a mapper; what no block needs stays mapped."""
-    pool = pool_factory(kind, 16, prefetch=8 * PAGE, cache=16 * PAGE)
-    with vtensor.Arena(BLOCKS * BLOCK, pool=pool) as arena:
         yield arena
 
 
@@ -208,22 +192,6 @@ TestSimcudaCaching = machine("simcuda", prefetch=8 * PAGE, cache=16 * PAGE)
 # --- what no block needs ----------------------------------------------------------------------------------
 
 
-def test_blocks_that_come_and_go_make_no_driver_call(caching):
-    """I15."""
-    caching.map([block(i) for i in range(4)])
-    content(caching, 2).fill_(9)
-    caching.unmap([block(i) for i in range(4)])
-    caching.pool.wait_idle()
-    assert caching.stats().pages_cached == len(pages_of(range(4)))
-    before = calls(caching.pool)
-    for _ in range(10):
-        caching.map([block(i) for i in range(4)])
-        caching.unmap([block(i) for i in range(4)])
-    assert calls_since(caching.pool, before) == {}
-    assert caching.map([block(2), block(12)]) == [True, False]
-    assert content(caching, 2).eq(9).all()  # its own bytes: no other owner had the page
-
-
 def test_the_oldest_goes_when_memory_is_short(pool_factory):
     page = 1 << 20
     pool = pool_factory("host", 20, page_size=page, prefetch=page, cache=20 * page)
@@ -271,17 +239,6 @@ def test_a_zero_policy_that_asks_for_zeros_gets_them(pool_factory, kind):
 
 
 # --- ahead ------------------------------------------------------------------------------------------------
-
-
-def test_what_is_prepared_costs_the_caller_no_call(caching):
-    """I15."""
-    caching.prepare([block(0), block(7)])
-    caching.pool.wait_idle()
-    assert caching.stats().pages_prefetched == len(pages_of([0, 7]))
-    before = calls(caching.pool)
-    caching.map([block(0), block(7)])
-    assert calls_since(caching.pool, before).keys() <= {"cuStreamWaitEvent", "cuEventQuery"}
-    assert (caching.stats().pages_active, caching.stats().pages_prefetched) == (4, 0)
 
 
 @pytest.mark.parametrize("zero", ["new_owner", "always"])
