@@ -348,12 +348,15 @@ def test_a_graph_replays_after_waking(sim, stream_pool):
     sim.destroy_graph(graph), sim.destroy_executable(executable)
 
 
-def test_sleep_waits_for_work_on_the_device(sim, stream_pool):
+@pytest.mark.parametrize("leased", [False, True])
+def test_sleep_waits_for_work_on_the_device(sim, stream_pool, leased):
     pool = stream_pool(64, patience=0.05)
     t = filled(pool, 2 * PAGE, 1)
     stream = sim.stream(held=True)
-    t.record_stream(stream)
-    sim.kernel(stream, t, 0, PAGE, writes=8)
+    with vtensor.lease(t, stream=stream) if leased else nullcontext():
+        sim.kernel(stream, t, 0, PAGE, writes=8)
+    if not leased:
+        t.record_stream(stream)
     with pytest.raises(vtensor.TimedOut, match="work on the device"):
         pool.sleep(contents="host")
     t.extend(1)  # awake
