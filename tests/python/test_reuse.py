@@ -173,15 +173,6 @@ def test_views_keep_their_pages_and_cache_them_when_they_end(pool):
     assert pool.stats().tensors_reused == 1
 
 
-def test_forks_are_not_cached(pool):
-    t = filled(pool, 20, 7)
-    f = t.fork()
-    f.close()
-    t.close()
-    stats = check_sums(pool)
-    assert stats.pages_cached == 0 and stats.pages_used == 0
-
-
 def test_a_tensor_whose_first_page_is_gone_is_not_cached(pool):
     t = filled(pool, 20, 7)
     t.shrink(8, front=True)
