@@ -112,7 +112,7 @@ vtensor.adopt(layer, pool, tag=<'' | 3>) -> tag
 vtensor.memory(pool, tag='').__enter__() -> tag
 vtensor.memory('cpu').__enter__() -> pool
 vtensor.memory(pool).__enter__() -> vtensor.adopt
-pool.<sleep(tag='KV', contents='host') | wake(tag='KV')> -> tag 'KV'
+pool.<sleep(tag='KV', contents='host') | wake(tag='KV')> -> tag 'KV': there is 'tensors', 'kv'
 --- arenas and blocks
 arena.<map | unmap | prepare>([(0, 1, 2)]) -> ends
 arena.<map | unmap | prepare>([<(5, 3) | (-1, 3) | (0, 9 * 4096) | (0, 2**70)>]) -> not in the arena

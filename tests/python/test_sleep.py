@@ -251,28 +251,6 @@ def test_a_write_to_a_view_while_contents_are_saved_is_not_lost(pool_factory, mo
     testing.check_invariants(pool)
 
 
-def test_tags(scene):
-    pool = scene.pool
-    with pytest.raises(vtensor.InvalidArgument, match="tag 'weight'") as refused:
-        pool.sleep(tag="weight", contents="host")
-    assert all(there in str(refused.value) for there in ("'tensors'", "'kv'", "'weights'"))
-    pool.wake(tag="kv")  # it is awake
-    assert pool.sleep(tag="kv", contents="host") > 0
-    assert pool.sleep(tag="kv", contents="host") == 0  # already
-    assert scene.t.eq(7).all()
-    pool.wake()
-    scene.check()
-    pool.sleep(contents="host")
-    pool.wake(tag="weights")
-    for p, kept in zip(scene.layer.parameters(), scene.weights, strict=True):
-        assert torch.equal(p, kept)
-    with pytest.raises(vtensor.Asleep):
-        scene.cache.alloc()
-    pool.wake()
-    scene.check()
-    pool.wake()  # nothing sleeps
-
-
 def test_what_dies_asleep_gives_its_pages_up(scene):
     pool = scene.pool
     pool.sleep(contents="host")
