@@ -132,7 +132,7 @@ CASES = {name: ((FULL, HYBRID, HYBRID_SLIDING), change) for name, change in CHAN
     "another dtype": ((FULL,), convert),
     "prepare": ((FULL, SLIDING), prepare),
     "prepare a layer": ((FULL,), lambda cache: cache.layers[0].prepare(60)),
-    "offload": ((FULL, HYBRID), offload),
+    "offload": ((FULL, SLIDING, HYBRID), offload),
 }
 
 

@@ -103,17 +103,6 @@ def test_pickle(pages):
     step((back, theirs), 3)
 
 
-def test_offload_of_a_window(pool_factory):
-    pool = pool_factory("simcuda", pages=64)
-    ours, theirs = both(pool)
-    step((ours, theirs), 100)
-    step((ours, theirs), 1)
-    ours.offload()
-    assert pool.stats().pages_mapped == 0
-    compare((ours, theirs))
-    step((ours, theirs), 1)
-
-
 def test_without_max_len_the_window_moves_on_for_ever(pages, monkeypatch):
     monkeypatch.setattr("vtensor.integrations.transformers.layers._FIRST_CAPACITY", 64)
     layers = VTensorSlidingWindowLayer(WINDOW, None, pages), DynamicSlidingWindowLayer(WINDOW)
