@@ -79,7 +79,7 @@ std::vector<std::shared_ptr<Client>> SlotCache::clients() const {
 SlotCacheCounts SlotCache::counts() {
   SlotCacheCounts counts;
   const PoolLock lock(pool_);
-  pool_->reap();
+  pool_->drain_ended();
   std::unordered_set<const Page*> seen;
   for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) {
     buffer->count(counts.pages);
@@ -284,7 +284,7 @@ bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> leng
   list_growths(lengths, {});
   {
     const PoolLock lock(pool_);
-    pool_->reap();
+    pool_->drain_ended();
     if (are_ready()) return true;
   }
   if (!pool_->looks_ahead() || !make_room_ahead(lengths)) return false;

@@ -18,7 +18,7 @@ bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> len
   PageStore& store = pool_->store();
   {
     PoolLock lock(pool_);
-    pool_->reap();
+    pool_->drain_ended();
     const std::size_t pages = need(lengths, bands).pages;
     if (!alone && pages <= std::min(store.unused(), store.beside_reserve())) return true;
   }

@@ -21,7 +21,7 @@ constexpr std::chrono::nanoseconds kRetryRefused = std::chrono::milliseconds(250
 
 }  // namespace
 
-void Generation::reap() noexcept {
+void Generation::take_effect() noexcept {
   if (is_owner) {
     client->leave();
   } else {
@@ -56,7 +56,7 @@ void Client::open(const Caller& caller, std::unique_ptr<faults::Range> report, B
     base = driver_.reserve(pages, backed);
   }
   const PoolLock lock(pool_);
-  pool_->reap();
+  pool_->drain_ended();
   std::uint64_t id = 0;
   try {
     work_.note(caller);
@@ -479,7 +479,7 @@ bool Client::clean_some(PoolLock& lock, std::size_t pages) {
 
 std::vector<PageRecord> Client::pages() {
   PoolLock lock(pool_);
-  pool_->reap();
+  pool_->drain_ended();
   std::vector<PageRecord> records;
   const auto has_page = [](Entry entry) {
     return entry.page() != nullptr && entry.state() != EntryState::arriving;
@@ -517,7 +517,7 @@ std::vector<PageRecord> Client::pages() {
 
 PoolCounts Client::counts() {
   const PoolLock lock(pool_);
-  pool_->reap();
+  pool_->drain_ended();
   PoolCounts counts;
   count(counts);
   return counts;

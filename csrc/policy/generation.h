@@ -12,20 +12,20 @@ namespace vtensor {
 
 class Client;
 
-// What any thread ends, without a lock, and the holder of the pool's lock reaps.
+// What any thread ends, without a lock, and takes effect under the pool's lock.
 class Ended {
  public:
   virtual ~Ended() = default;
   Ended& operator=(Ended&&) = delete;
 
   // Gives back what it held. It is deleted afterwards, with the lock held.
-  virtual void reap() noexcept VT_LOCKED = 0;
+  virtual void take_effect() noexcept VT_LOCKED = 0;
 
   Ended* next = nullptr;  // in the pool's list
 };
 
 struct Generation final : Ended {
-  void reap() noexcept override VT_LOCKED;
+  void take_effect() noexcept override VT_LOCKED;
 
   std::shared_ptr<Client> client;
   Interval indices;       // the same in every row

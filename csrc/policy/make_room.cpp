@@ -176,7 +176,7 @@ bool MakeRoom::give_up_spare(PoolLock& lock) {
 bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) {
   pool_.store().raise_if_broken();
   const std::size_t before = pool_.store().used();
-  pool_.reap();
+  pool_.drain_ended();
   pool_.settle_all(lock);
   if (pool_.store().used() < before) return true;
   const std::chrono::nanoseconds patience = pool_.options().patience;
@@ -313,7 +313,7 @@ void MakeRoom::answer(PoolLock& lock, std::uint32_t request) {
 bool MakeRoom::give_all_back(bool spare) noexcept {
   PoolLock lock(pool_.shared_from_this());
   if (pool_.store().broken()) return false;
-  pool_.reap();
+  pool_.drain_ended();
   bool any = !pool_.unsettled().empty();
   while (spare ? give_up_spare(lock) : pool_.evict_oldest()) any = true;
   pool_.settle_all(lock);

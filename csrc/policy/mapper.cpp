@@ -233,7 +233,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, std::chrono::n
        back_first = !back_first) {
     while (pool->quiescing() && !stopping_.load(std::memory_order_acquire))
       pool->wait_changed(lock, steady_clock::now() + kLongestPause);
-    pool->reap();
+    pool->drain_ended();
     const MakeRoom::Given given = MakeRoom(*pool).give_to_others(lock);
     if (given == MakeRoom::Given::some) {
       const Unlocked others_first(lock);

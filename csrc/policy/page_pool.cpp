@@ -298,7 +298,7 @@ steady_clock::time_point PagePool::maintain(PoolLock& lock) {
 
 PoolCounts PagePool::counts() {
   PoolLock lock(shared_from_this());
-  reap();
+  drain_ended();
   if (!looks_ahead()) settle_all(lock);
   count_private_copies();
   PoolCounts counts;
@@ -332,7 +332,7 @@ void PagePool::set_budget(std::size_t bytes) {
   const std::size_t pages = store_.in_pages(bytes);
   PoolLock lock(shared_from_this());
   store_.raise_if_broken();
-  reap();
+  drain_ended();
   count_private_copies();
   MakeRoom(*this).shrink(lock, "Pool.budget", pages, bytes);
   store_.set_budget(pages);
@@ -365,7 +365,7 @@ std::size_t PagePool::spared_elsewhere() {
 std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   store_.raise_if_broken();
-  reap();
+  drain_ended();
   while (evict_oldest()) {
   }
   const Counted quiescing(quiescing_);
@@ -395,7 +395,7 @@ bool PagePool::idle() const {
 void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   const auto until = steady_clock::now() + timeout;
   PoolLock lock(shared_from_this());
-  reap();
+  drain_ended();
   std::exception_ptr refused = settle_all(lock);  // what was refused is tried again, here
   wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
   store_.raise_if_broken();
@@ -409,7 +409,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
               "busy; they stay mapped, and go once that has ended");
     }
     wait(lock, mapper_rests_, steady_clock::now() + kLook);
-    reap();
+    drain_ended();
     refused = settle_all(lock);
     if (!refused) refused = mapper_error_;
   }
@@ -425,7 +425,7 @@ void PagePool::retire() noexcept {
   options_.cache = 0;
   retired_ = true;
   sender = std::move(sender_);
-  reap();
+  drain_ended();
   while (evict_oldest()) {
   }
   if (store_.broken()) settle_all(lock);
@@ -433,7 +433,7 @@ void PagePool::retire() noexcept {
 
 void PagePool::check_invariants() {
   PoolLock lock(shared_from_this());
-  reap();
+  drain_ended();
   try {
     quiesce(lock, "check_invariants");
   } catch (const DriverError&) {
@@ -454,7 +454,7 @@ void PagePool::count_private_copies() {
 }
 
 bool PagePool::tidy() noexcept {
-  if (ended_.load(std::memory_order_acquire) != nullptr) reap();
+  if (ended_.load(std::memory_order_acquire) != nullptr) drain_ended();
   if (shared_.publish()) wake_mapper();
   store_.give_back_uncovered();
   return std::exchange(wake_mapper_, false);
@@ -492,12 +492,12 @@ void PagePool::end_later(Ended* ended) noexcept {
   mapper->wake();
 }
 
-void PagePool::reap() noexcept {
+void PagePool::drain_ended() noexcept {
   for (std::unique_ptr<Ended> ended(ended_.exchange(nullptr, std::memory_order_acquire));
        ended != nullptr;) {
-    const std::unique_ptr<Ended> reaped(std::exchange(ended, nullptr));
-    ended.reset(reaped->next);
-    reaped->reap();
+    const std::unique_ptr<Ended> one(std::exchange(ended, nullptr));
+    ended.reset(one->next);
+    one->take_effect();
   }
 }
 

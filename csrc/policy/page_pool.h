@@ -178,10 +178,10 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void end(Ended* ended) noexcept;
   // `end` without a driver call: for callbacks of a driver.
   void end_later(Ended* ended) noexcept;
-  // `end` with the lock held: reaped before it is released.
+  // `end` with the lock held: it takes effect before that is released.
   void end_locked(Ended* ended) noexcept VT_LOCKED { push(ended); }
-  // Reaps everything that has ended.
-  void reap() noexcept VT_LOCKED;
+  // What has ended takes effect.
+  void drain_ended() noexcept VT_LOCKED;
 
   // Keeps `memory` of the host alive until the copies before `after` are over. Takes the lock.
   void keep_until(FencePtr after, std::shared_ptr<void> memory);
@@ -231,7 +231,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Waits until all work is over that was launched so far in the streams of its clients. Throws
   // Closed once the pool has retired, TimedOut, DriverError.
   void await_work(const char* operation);
-  // Before the lock is released: reaps what deleters pushed while they found it taken.
+  // Before the lock is released: drains what deleters pushed while they found it taken.
   bool tidy() noexcept override VT_LOCKED;
   bool left_over() noexcept override;
   void after_unlock() noexcept override { mapper_->wake(); }
@@ -267,7 +267,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // wait_idle() sleeps on it: to wake it at each of the mapper's steps makes these slower.
   std::condition_variable mapper_rests_;
 
-  std::atomic<Ended*> ended_{nullptr};  // a stack of what has ended and is not reaped yet
+  std::atomic<Ended*> ended_{nullptr};  // a stack of what has ended and has not taken effect
   const std::shared_ptr<Mapper> mapper_;
   std::unique_ptr<PageSender> sender_ VT_GUARDED;  // null until a reader needs it
 };

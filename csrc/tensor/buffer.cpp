@@ -95,7 +95,7 @@ std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, co
   std::shared_ptr<Buffer> cached;
   {
     const PoolLock lock(pool);
-    pool->reap();
+    pool->drain_ended();
     // Buffers alone are reusable.
     cached = std::static_pointer_cast<Buffer>(pool->find_cached(shape));
   }
@@ -325,7 +325,7 @@ Generation* Buffer::try_publish(Interval indices) {
 
 bool Buffer::published() {
   PoolLock lock(pool_);
-  pool_->reap();
+  pool_->drain_ended();
   return !generations_.empty();
 }
 

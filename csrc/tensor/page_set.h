@@ -45,7 +45,7 @@ class PageSet final : public Ended {
   std::shared_ptr<const Origin> origin;
 
  private:
-  void reap() noexcept override {}  // its destructor does
+  void take_effect() noexcept override {}  // its destructor does
 
   const std::shared_ptr<PagePool> pool_;
   const Interval indices_;

@@ -227,7 +227,7 @@ void hammer(PoolOptions options, bool refuse) {
     for (Subject& subject : subjects) {
       while (subject.living.size() != 0)
         CHECK(checked_free(subject, {"test", streams[0]}, random) == 0);
-      pool->counts();  // reaps
+      pool->counts();  // drains what has ended
       const HeapCounts left = subject.heap->counts();
       CHECK(left.allocations == 0);
       CHECK(left.allocated == 0);

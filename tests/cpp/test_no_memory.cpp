@@ -296,7 +296,7 @@ TEST_CASE("the mapper needs no memory to enter what it has mapped or zeroed") {
       {
         PoolLock lock(pool);
         buffer->abandon();
-        pool->reap();
+        pool->drain_ended();
         const auto before = launched();
         bool zeroed = false;
         refused = refuses(n, [&] { zeroed = buffer->clean_some(lock, 4); });

@@ -196,7 +196,7 @@ TEST_CASE("page sets end in a scope that has the lock") {
     PoolLock lock(pool);
     CHECK(pool->store().in_page_sets() == 3);
     units.prefixes.clear();
-    pool->reap();
+    pool->drain_ended();
     CHECK(pool->store().in_page_sets() == 0);
   }
   Units more(pool, 2);

@@ -672,7 +672,7 @@ TEST_CASE_TEMPLATE("what a freed tensor left is nobody's after a sleep either (I
   {
     PoolLock lock(pool);
     one.buffer->abandon();
-    pool->reap();
+    pool->drain_ended();
     busy.emplace(*next, lock, kCaller);  // so that the mapper zeroes nothing
   }
   std::thread owner([&] { CHECK(next->reuse_cached(kCaller)); });

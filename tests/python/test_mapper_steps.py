@@ -107,7 +107,7 @@ def test_who_needs_quiet_waits_for_one_step(what):
 
 
 def test_a_tensor_dropped_while_somebody_waits_calls_the_mapper(pool_factory):
-    """The deleter finds the lock taken. The waiting thread reaps what it left, and wakes the mapper."""
+    """The deleter finds the lock taken. The waiting thread drains what it left, and wakes the mapper."""
     pool = pool_factory("host", prefetch=16 * 4096, cache=16 * 4096)
     go, gone = threading.Event(), threading.Event()
     until = time.monotonic() + 1.0
