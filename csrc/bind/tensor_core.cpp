@@ -299,7 +299,7 @@ bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
     update(self);
   } catch (...) {
     positions_ = before;
-    retract();
+    shrink_buffer();
     throw;
   }
   return copied;
@@ -411,7 +411,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
     torch.copy_into(self, spec_.grow_dim, before, n, kept);
   } catch (...) {
     positions_.end -= n;
-    retract();
+    shrink_buffer();
     update(self);
     throw;
   }
@@ -452,11 +452,11 @@ void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::size
     positions_ = before;
     throw;
   }
-  retract();
+  shrink_buffer();
 }
 
-void TensorCore::retract() noexcept {
-  without_gil([&] { buffer_->retract(positions_); });
+void TensorCore::shrink_buffer() noexcept {
+  without_gil([&] { buffer_->shrink_to(positions_); });
 }
 
 nb::object TensorCore::alias(nb::handle self) {
@@ -594,7 +594,7 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
     publish(self);
   } catch (...) {
     positions_.end = kept;
-    retract();
+    shrink_buffer();
     throw;
   }
 }

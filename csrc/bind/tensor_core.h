@@ -105,7 +105,7 @@ class TensorCore {
   // Without a buffer. It is made before one, so that what then throws leaves none without an owner.
   explicit TensorCore(TensorSpec spec) : spec_(std::move(spec)) {}
 
-  void retract() noexcept;
+  void shrink_buffer() noexcept;
   void drop_positions(nb::handle self, const Caller& caller, std::size_t n, bool front);
   RowShape row_shape(std::size_t capacity) const;
   std::shared_ptr<Buffer> share(const Caller& caller, std::size_t capacity, bool moves);

@@ -195,14 +195,14 @@ void SlotBuffers::give_back_passed(std::size_t slot, std::size_t group,
   Buffer& buffer = at(slot, group);
   const Interval kept{shape_.row_groups[group].first_seen(length), buffer.positions().end};
   if (page_of(group, kept.begin) > page_of(group, begin(slot, group)))
-    buffer.retract(kept, shape_.max_length);
+    buffer.shrink_to(kept, shape_.max_length);
 }
 
 void SlotBuffers::truncate(std::size_t slot, std::size_t group, std::size_t length) noexcept {
   Buffer& buffer = at(slot, group);
   Interval kept = needed(slot, group, length);
   kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
-  buffer.retract(kept, length + shape_.tail() + shape_.lookahead);
+  buffer.shrink_to(kept, length + shape_.tail() + shape_.lookahead);
 }
 
 SharedRange* SlotBuffers::share(const Caller& caller) {

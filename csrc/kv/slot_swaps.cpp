@@ -224,7 +224,7 @@ void SlotSwaps::restore(const Caller& caller, const Part& part, std::size_t leng
 void SlotSwaps::send_back(const Part& part) noexcept {
   for (const std::size_t group : part.groups) {
     const std::size_t begin = buffers_.begin(part.slot, group);
-    buffers_.at(part.slot, group).retract({begin, begin});
+    buffers_.at(part.slot, group).shrink_to({begin, begin});
   }
 }
 

@@ -271,7 +271,7 @@ std::size_t Buffer::lead() const {
   return std::max(position, std::min({wanted, shape_.capacity, allowed}));
 }
 
-void Buffer::retract(Interval positions, std::size_t keep) noexcept {
+void Buffer::shrink_to(Interval positions, std::size_t keep) noexcept {
   const PoolLock lock(pool_);
   const std::size_t was_ready = ready_end_;
   assign(positions, indices_of(positions));

@@ -95,7 +95,7 @@ class Buffer final : public Client {
   // Makes fewer `positions` the owner's. Pages that no generation covers are unmapped once all
   // streams that `use` has noted have passed this point. In a placed buffer, ready pages below
   // position `keep` stay.
-  void retract(Interval positions, std::size_t keep = 0) noexcept;
+  void shrink_to(Interval positions, std::size_t keep = 0) noexcept;
 
   // -- publication
 

@@ -40,7 +40,7 @@ class Owner {
                        : Interval{positions_.begin, positions_.end - n};
     if (positions_.empty()) positions_ = {};
     buffer_->use(caller_);
-    buffer_->retract(positions_);
+    buffer_->shrink_to(positions_);
   }
   void prepare(std::size_t n) { buffer_->prepare(std::min(shape_.capacity, positions_.end + n)); }
 

@@ -127,7 +127,7 @@ TEST_CASE("an owner whose own pages are on their way out gets them back as other
   owner.grow(64, false);
   owner.shrink(64, false);
   const auto buffer = row_of(pool, 128, 60);
-  buffer->retract({50, 60});
+  buffer->shrink_to({50, 60});
   const auto begin = steady_clock::now();
   CHECK_NOTHROW(buffer->grow(kCaller, {50, 110}, false));
   CHECK(steady_clock::now() - begin < kPatience / 2);
@@ -299,7 +299,7 @@ struct Asking {
 
 TEST_CASE("a pool answers once it has given up all it can") {
   const Asking asking;
-  asking.buffer->retract({});
+  asking.buffer->shrink_to({});
   PoolLock lock(asking.pool);  // not the mapper gives: no call here lets the lock go
   REQUIRE(asking.pool->store().releasable() == 64);
   asking.ledger->want(64 * kBytes);
@@ -320,7 +320,7 @@ TEST_CASE("a pool asks again when it has given back pages of its own since it as
     PoolLock lock(asking.pool);
     asking.pool->store().release(lock, pages);
   };
-  asking.buffer->retract({});
+  asking.buffer->shrink_to({});
   give_back(44);
   REQUIRE(other.charge(44 * kBytes));
   std::thread grows([&] { CHECK_NOTHROW(asking.buffer->grow(kCaller, {0, 64}, false)); });

@@ -156,7 +156,7 @@ TEST_CASE("what is freed while a part of it is unmapped is kept for the next own
   std::shared_ptr<Buffer> buffer = Buffer::create(pool, {1, kBytes, kCapacity, 0, false}, caller);
   buffer->grow(caller, {0, kCapacity}, false);
   REQUIRE(control.hold_calls("cuMemUnmap", 1) == 0);
-  buffer->retract({0, 2});
+  buffer->shrink_to({0, 2});
   for (bool busy = false; !busy;) {
     const PoolLock lock(pool);
     busy = buffer->busy();

@@ -169,8 +169,8 @@ TEST_CASE_TEMPLATE("tensors", T, OnHost, OnSimulation) {
   each_allocation<T>("grow", [](Bench& bench) {
     return [buffer = bench.buffer(3)] { buffer->grow(kCaller, {0, 40}, true); };
   });
-  each_allocation<T>("retract", [](Bench& bench) {
-    return [buffer = bench.buffer(40)] { buffer->retract({5, 20}); };
+  each_allocation<T>("shrink_to", [](Bench& bench) {
+    return [buffer = bench.buffer(40)] { buffer->shrink_to({5, 20}); };
   });
   each_allocation<T>("close", [](Bench& bench) {
     return [buffer = bench.buffer(40), &bench] {
@@ -362,12 +362,12 @@ TEST_CASE("pages that a reader has gone on from are free") {
     allowed = n;
     try {
       buffer->grow(kCaller, {0, 40}, false);  // the page that it has with the fork goes
-      buffer->retract({0, 3});
+      buffer->shrink_to({0, 3});
     } catch (const std::bad_alloc&) {
     }
     refused = std::exchange(allowed, -1) < 0;
     CHECK_NOTHROW(pool->check_invariants());
-    buffer->retract({});
+    buffer->shrink_to({});
     CHECK_NOTHROW(pool->wait_idle(kPatience));
     readers.sync(kCaller, readers.stale());
     fork->abandon();
@@ -406,7 +406,7 @@ TEST_CASE_TEMPLATE("pools", T, OnHost, OnSimulation) {
   each_allocation<T>("settle", [](Bench& bench) {
     const auto buffer = bench.buffer(40);
     bench.pool->driver().meter().fail_after(0);
-    buffer->retract({0, 3});  // whose unmapping is refused
+    buffer->shrink_to({0, 3});  // whose unmapping is refused
     bench.pool->driver().meter().disarm();
     return [&pool = *bench.pool] {
       pool.counts();

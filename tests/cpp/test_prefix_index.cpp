@@ -182,7 +182,7 @@ TEST_CASE("a unit stays as long as one behind it is in use") {
   const Tokens tokens{1, 2};
   Units units(pool, 2);
   index.add(tokens, "", 0, std::move(units.prefixes));
-  units.buffer->retract({1, 2});  // as behind a window
+  units.buffer->shrink_to({1, 2});  // as behind a window
   CHECK(index.evict(2) == 0);
   CHECK(index.known(tokens, "") == 2);
   units.buffer->abandon();

@@ -134,7 +134,7 @@ class Rows final : public Subject {
       return position < positions_.begin || position >= positions_.end;
     });
     buffer_->use(caller);
-    buffer_->retract(positions_);
+    buffer_->shrink_to(positions_);
   }
   void own(const Caller& caller, std::size_t item) override {
     const std::size_t position = item % kCapacity;
