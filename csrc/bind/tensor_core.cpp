@@ -56,13 +56,13 @@ nb::object tuple_of(std::size_t count, Get get) {
 // Gives the tensor the class without Python hooks for the scope of an operation, because an
 // exception from outside in a hook would leave the operation half done (I17). The end of the scope
 // sets the class that the tensor's state requires.
-class TensorCore::Undressed {
+class TensorCore::PlainClass {
  public:
-  Undressed(TensorCore& core, nb::handle self) : core_(core), self_(self) {
+  PlainClass(TensorCore& core, nb::handle self) : core_(core), self_(self) {
     if (self.type().is(classes.copy_on_write)) nb::setattr(self, "__class__", classes.open);
   }
-  ~Undressed() { core_.dress_at_end(self_); }
-  Undressed& operator=(Undressed&&) = delete;
+  ~PlainClass() { core_.set_class_at_end(self_); }
+  PlainClass& operator=(PlainClass&&) = delete;
 
  private:
   TensorCore& core_;
@@ -78,7 +78,7 @@ class TensorCore::Operation : public SoleOperation {
       : SoleOperation(core.mutex_, core.buffer_, name, stream), core_(core) {
     core.buffer_->raise_error(name);
     if (!self.is_valid()) return;
-    undressed_.emplace(core, self);
+    plain_class_.emplace(core, self);
     if (core.is_set(self)) return;
     core.publish(self);
     throw Error(
@@ -95,7 +95,7 @@ class TensorCore::Operation : public SoleOperation {
 
  private:
   TensorCore& core_;
-  std::optional<Undressed> undressed_;  // sets the class before another operation may begin
+  std::optional<PlainClass> plain_class_;  // sets the class before another operation may begin
 };
 
 void TensorCore::use_classes(nb::object open, nb::object copy_on_write, nb::object asleep,
@@ -186,7 +186,7 @@ void TensorCore::while_detached(nb::handle self, const Body& body) {
 }
 
 // Pages may be shared from now on. If the class that the tensor then needs cannot be set, that is
-// found here, before anything has changed. Requires: undressed.
+// found here, before anything has changed. Requires: the plain class.
 void TensorCore::begin_sharing(nb::handle self) {
   if (!buffer_->pool()->traits().kernel_copies_on_write) {
     nb::setattr(self, "__class__", classes.copy_on_write);
@@ -197,7 +197,7 @@ void TensorCore::begin_sharing(nb::handle self) {
 
 // Sets the class that the tensor's state requires. Throws what Python refuses it with: an audit
 // hook's exception, MemoryError.
-void TensorCore::dress(nb::handle self) {
+void TensorCore::set_class(nb::handle self) {
   if (!buffer_ || buffer_->pool()->traits().kernel_copies_on_write) may_copy_on_write_ = false;
   if (may_copy_on_write_)
     may_copy_on_write_ = without_gil([this] { return buffer_->copy_on_write(); });
@@ -210,9 +210,9 @@ void TensorCore::dress(nb::handle self) {
 
 // The same where nothing can be thrown. A tensor that lacks the hooks of its class has no memory
 // until the next operation, so that no write reaches shared pages (I6).
-void TensorCore::dress_at_end(nb::handle self) noexcept {
+void TensorCore::set_class_at_end(nb::handle self) noexcept {
   try {
-    dress(self);
+    set_class(self);
   } catch (nb::python_error& refused) {
     refused.discard_as_unraisable(self);
     try {
@@ -231,12 +231,12 @@ void TensorCore::fall_asleep(nb::handle self, FallAsleep& sleep) {
 
 void TensorCore::wake(nb::handle self) {
   const SoleOperation operation(mutex_, buffer_, "Pool.wake");
-  dress(self);
+  set_class(self);
 }
 
 void TensorCore::attach(nb::handle self, std::size_t length) {
   const Operation operation(*this, "empty");
-  const Undressed undressed(*this, self);
+  const PlainClass plain_class(*this, self);
   if (may_copy_on_write_) begin_sharing(self);
   if (positions_.empty() && length != 0) {
     detach(self);
@@ -480,7 +480,7 @@ void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
   if (closed()) return;
   const Caller caller = caller_of("VTensor.close", stream, *buffer_->pool());
   const trace::Span span = traced(trace::What::shrink, positions_.begin, length());
-  const Undressed undressed(*this, self);
+  const PlainClass plain_class(*this, self);
   without_gil([&] { buffer_->use(caller); });
   detach(self);
   leave(self);
@@ -490,7 +490,7 @@ void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
 void TensorCore::leave(nb::handle self) {
   const std::shared_ptr<Buffer> left = std::move(buffer_);
   positions_ = {};
-  dress_at_end(self);
+  set_class_at_end(self);
   const ReleasedGil released;
   left->abandon();
   // Waits until this or another thread has settled the buffer.

@@ -100,7 +100,7 @@ class TensorCore {
 
  private:
   class Operation;
-  class Undressed;
+  class PlainClass;
 
   // Without a buffer. It is made before one, so that what then throws leaves none without an owner.
   explicit TensorCore(TensorSpec spec) : spec_(std::move(spec)) {}
@@ -137,8 +137,8 @@ class TensorCore {
   void detach(nb::handle self);
   void set(nb::handle self, nb::object storage, Interval indices, std::size_t length);
   void begin_sharing(nb::handle self);
-  void dress(nb::handle self);
-  void dress_at_end(nb::handle self) noexcept;
+  void set_class(nb::handle self);
+  void set_class_at_end(nb::handle self) noexcept;
   void leave(nb::handle self);
   // The buffer, and its capacity, are the tensor's from now on, and the one before is abandoned. If
   // the strides cannot be made, `buffer` is abandoned, and nothing is changed.
