@@ -87,8 +87,8 @@ class CudaDriver final : public Driver {
   CUresult unmap_pages(Address at, std::size_t pages);
   void back_holes(std::span<const Address> pages);
   std::vector<Address> holes_in(Address at, std::size_t pages, bool backed) const;
-  CUresult uncover(std::span<const Address> holes);
-  CUresult cover(std::span<const Address> holes);
+  CUresult unmap_zeros(std::span<const Address> holes);
+  CUresult map_zeros(std::span<const Address> holes);
   void close_mappings();
 
   // Of streams. All but `require_own` need the primary context.

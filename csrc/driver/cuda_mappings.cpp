@@ -63,7 +63,7 @@ void CudaDriver::free_range(Address range, std::size_t pages) {
   if (in_forked_child()) return;
   const RelaxedCapture relaxed(cuda_, "free_range");
   const std::size_t bytes = pages * traits_.page_size;
-  cuda_.check("free_range", Call::cuMemUnmap, uncover(holes_in(range, pages, true)));
+  cuda_.check("free_range", Call::cuMemUnmap, unmap_zeros(holes_in(range, pages, true)));
   // Also during the call: another thread may reserve the addresses as soon as they are free.
   const std::lock_guard lock(ranges_mutex_);
   cuda_.require_at("free_range", cuda_.cuMemAddressFree, range, bytes, range, bytes);
@@ -90,7 +90,7 @@ void CudaDriver::back_holes(std::span<const Address> pages) {
     const std::lock_guard holes(ranges_mutex_);
     for (const Address page : pages) holes_.emplace(page, false);
   }
-  cuda_.check("back_holes", Call::cuMemMap, cover(pages));
+  cuda_.check("back_holes", Call::cuMemMap, map_zeros(pages));
 }
 
 // Those of the pages at `at` at which the page of zeros is kept, and is mapped now (`backed`) or
@@ -106,11 +106,11 @@ std::vector<Address> CudaDriver::holes_in(Address at, std::size_t pages, bool ba
 }
 
 // Unmaps the page of zeros at all of these holes, or at none.
-CUresult CudaDriver::uncover(std::span<const Address> holes) {
+CUresult CudaDriver::unmap_zeros(std::span<const Address> holes) {
   for (std::size_t i = 0; i < holes.size(); ++i) {
     const CUresult code = unmap_pages(holes[i], 1);
     if (code != CUDA_SUCCESS) {
-      cover(holes.first(i));
+      map_zeros(holes.first(i));
       return code;
     }
     const std::lock_guard lock(ranges_mutex_);
@@ -120,7 +120,7 @@ CUresult CudaDriver::uncover(std::span<const Address> holes) {
 }
 
 // Maps the page of zeros at as many of these holes as the driver lets it. Returns the last refusal.
-CUresult CudaDriver::cover(std::span<const Address> holes) {
+CUresult CudaDriver::map_zeros(std::span<const Address> holes) {
   CUresult refused = CUDA_SUCCESS;
   for (const Address hole : holes) {
     CUresult code = map_page(hole, zeros_);
@@ -201,12 +201,12 @@ void CudaDriver::map_for(const char* operation, std::span<const PageRun> runs, A
                          std::size_t& mapped) {
   if (std::ranges::all_of(runs, [](const PageRun& run) { return run.handles.empty(); })) return;
   const RelaxedCapture relaxed(cuda_, operation);
-  std::vector<Address> covered;
+  std::vector<Address> all_holes;
   for (const auto& [at, handles] : runs) {
     const auto holes = holes_in(at, handles.size(), true);
-    covered.insert(covered.end(), holes.begin(), holes.end());
+    all_holes.insert(all_holes.end(), holes.begin(), holes.end());
   }
-  cuda_.check(operation, Call::cuMemUnmap, uncover(covered));
+  cuda_.check(operation, Call::cuMemUnmap, unmap_zeros(all_holes));
   std::size_t done = 0;
   const Refusal refusal = map_runs(runs, access, done);
   mapped += done;
@@ -214,7 +214,7 @@ void CudaDriver::map_for(const char* operation, std::span<const PageRun> runs, A
   for (const auto& [at, handles] : runs) {
     const std::size_t n = std::min(done, handles.size());
     done -= n;
-    cover(holes_in(at + n * traits_.page_size, handles.size() - n, false));
+    map_zeros(holes_in(at + n * traits_.page_size, handles.size() - n, false));
   }
   cuda_.check(operation, refusal.call, refusal.code);
 }
@@ -223,7 +223,7 @@ void CudaDriver::unmap_for(const char* operation, Address at, std::size_t pages)
   const RelaxedCapture relaxed(cuda_, operation);
   const std::vector<Address> holes = holes_in(at, pages, false);  // allocated before the call
   cuda_.check(operation, Call::cuMemUnmap, unmap_pages(at, pages));
-  cover(holes);
+  map_zeros(holes);
 }
 
 void CudaDriver::remap(Address at, std::span<const Handle> from, Access from_access,

@@ -165,7 +165,7 @@ class SlotCache {
   std::size_t room_of(std::size_t slot, std::size_t group, std::size_t length) const VT_LOCKED;
   std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length,
                      std::vector<Token> tokens, std::optional<std::size_t> source, bool deferred);
-  std::size_t covered(std::size_t position) const;
+  std::size_t whole_positions(std::size_t position) const;
   std::vector<Prefix> offer(const Caller& caller, std::size_t slot, std::size_t first,
                             std::size_t end);
   void require_first_pages(const Caller& caller, std::size_t slot) const;

@@ -13,9 +13,9 @@ std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens
   // Never for all of the tokens, since the last one must be computed.
   std::vector<Prefix> parts =
       prefixes_.take(tokens, salt, tokens.empty() ? 0 : (tokens.size() - 1) / unit);
-  const std::size_t length = covered(parts.size() * unit);
+  const std::size_t length = whole_positions(parts.size() * unit);
   // If a position takes several pages, the last unit may hold no whole one.
-  while (!parts.empty() && covered((parts.size() - 1) * unit) == length) parts.pop_back();
+  while (!parts.empty() && whole_positions((parts.size() - 1) * unit) == length) parts.pop_back();
   const std::span<const Token> found = tokens.first(length);
   const std::size_t slot = length == 0 ? alloc(caller, std::max(expected, tokens.size()))
                                        : accept(caller, parts, length, {found.begin(), found.end()},
@@ -133,7 +133,7 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot, std
 }
 
 // Positions that lie wholly in whole pages of [0, position).
-std::size_t SlotCache::covered(std::size_t position) const {
+std::size_t SlotCache::whole_positions(std::size_t position) const {
   std::size_t covered = position;
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     const std::size_t bytes = buffers_.page_of(group, position) * buffers_.pool()->page_size();

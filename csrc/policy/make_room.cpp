@@ -51,7 +51,7 @@ class MakeRoom::Request {
   bool ask() VT_LOCKED {
     if (store_.ledger() == nullptr || store_.in_use() + pages_ > store_.budget()) return false;
     const std::size_t asked = wanted_;
-    want(store_.uncovered_bytes(pages_));
+    want(store_.bytes_to_charge(pages_));
     if (wanted_ > asked) {
       until_ = std::min(until_, steady_clock::now() + kAnswer);  // since it asked first
       request_ = store_.ledger()->request();
@@ -84,7 +84,7 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
   if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
     pool_.count_private_copies();
   if (store.ledger() == nullptr) return store.unused(private_copies);
-  if (store.left(private_copies) >= pages && store.cover(pages)) return pages;
+  if (store.left(private_copies) >= pages && store.charge(pages)) return pages;
   // By now other pools may have left more.
   return std::min(pages - 1, store.unused(private_copies));
 }

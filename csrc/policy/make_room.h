@@ -86,7 +86,7 @@ class MakeRoom {
   // `free`: pages that the budget has. If they suffice, it is the reserve that does not allow them.
   [[noreturn]] void refuse(const char* operation, std::size_t pages, std::size_t free) const
       VT_LOCKED;
-  // Pages free for a request of `pages`; covered if they suffice.
+  // Pages free for a request of `pages`; charged if they suffice.
   std::size_t free_pages(std::size_t pages, std::size_t private_copies) VT_LOCKED;
   // Pages that are free, or will be once what is on its way out has gone; not those of clients that
   // share pages, because other clients may keep them.

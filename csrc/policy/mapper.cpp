@@ -213,7 +213,7 @@ class Mapper::Step {
       } catch (...) {
         // Taking the pages is refused again, for the client that wants them.
       }
-      return store.cover_available(most);  // callers may have taken some meanwhile
+      return store.charge_available(most);  // callers may have taken some meanwhile
     } catch (const DriverError&) {
       throw;  // the mapper tries again
     } catch (const Error&) {

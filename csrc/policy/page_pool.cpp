@@ -456,7 +456,7 @@ void PagePool::count_private_copies() {
 bool PagePool::tidy() noexcept {
   if (ended_.load(std::memory_order_acquire) != nullptr) drain_ended();
   if (shared_.publish()) wake_mapper();
-  store_.give_back_uncovered();
+  store_.give_back_charge();
   return std::exchange(wake_mapper_, false);
 }
 

@@ -51,7 +51,7 @@ std::size_t PageStore::left(std::size_t private_copies) const {
 std::size_t PageStore::unused(std::size_t private_copies) const {
   const std::size_t own = left(private_copies);
   if (ledger_ == nullptr) return own;
-  return std::min(own, covered() + in_pages(ledger_->balance().room));
+  return std::min(own, charged_unused() + in_pages(ledger_->balance().room));
 }
 
 std::size_t PageStore::available() const {
@@ -59,14 +59,14 @@ std::size_t PageStore::available() const {
   if (ledger_ != nullptr) {
     const Ledger::Balance balance = ledger_->balance();
     const std::size_t room = sub_sat(balance.room, balance.wanted_elsewhere);
-    pages = std::min(pages, covered() + in_pages(room));
+    pages = std::min(pages, charged_unused() + in_pages(room));
   }
   return pages;
 }
 
-std::size_t PageStore::cover_available(std::size_t pages) {
+std::size_t PageStore::charge_available(std::size_t pages) {
   pages = std::min(pages, available());
-  return cover(pages) ? pages : std::min(pages, covered());
+  return charge(pages) ? pages : std::min(pages, charged_unused());
 }
 
 std::size_t PageStore::charged() const { return in_pages(ledger_->held()); }
@@ -75,21 +75,20 @@ std::size_t PageStore::to_charge(std::size_t taken, std::size_t spare) const {
   return used_ + private_copies_ + under_way_ + taken + std::max(spare, promised_);
 }
 
-// Pages that may be taken without another charge.
-std::size_t PageStore::covered() const { return sub_sat(charged(), to_charge(0, 0)); }
+std::size_t PageStore::charged_unused() const { return sub_sat(charged(), to_charge(0, 0)); }
 
-std::size_t PageStore::uncovered_bytes(std::size_t pages) const {
+std::size_t PageStore::bytes_to_charge(std::size_t pages) const {
   if (ledger_ == nullptr) return 0;
   return sub_sat(to_charge(pages, 0), charged()) * driver_.traits().page_size;
 }
 
-bool PageStore::cover(std::size_t pages, std::size_t spare) {
+bool PageStore::charge(std::size_t pages, std::size_t spare) {
   if (ledger_ == nullptr) return true;
   const std::size_t needed = to_charge(pages, spare);
   return needed <= charged() || ledger_->charge(needed * driver_.traits().page_size);
 }
 
-void PageStore::give_back_uncovered() noexcept {
+void PageStore::give_back_charge() noexcept {
   if (ledger_ == nullptr) return;
   const std::size_t needed = to_charge(0, spare());
   if (charged() > needed) ledger_->hold(needed * driver_.traits().page_size);
@@ -138,7 +137,7 @@ void PageStore::break_down(const std::exception_ptr& cause) noexcept {
 bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
   pages = std::min(pages, left());
   if (driver_.traits().adjacent_handles || spare() >= pages) return false;
-  if (!cover(pages)) return false;
+  if (!charge(pages)) return false;
   const std::size_t missing = pages - spare();
   std::vector<Page*> fresh;  // in no list without the lock
   std::size_t made = 0;
@@ -168,7 +167,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, bool st
   const std::size_t begin = out.size();
   try {
     // If handles are made one by one, picking makes those that are not spare.
-    if (!driver_.traits().adjacent_handles && n > spare()) require_cover(n, 0);
+    if (!driver_.traits().adjacent_handles && n > spare()) require_charge(n, 0);
     const std::size_t fresh = sub_sat(budget(), used_ + private_copies_ + spare());
     out.reserve(begin + n);
     placement_.pick(home, previous, n, stitched ? fresh : SIZE_MAX, out);
@@ -197,21 +196,21 @@ void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
   const std::size_t most = sub_sat(budget(), used_ + private_copies_ + taken);
   if (spare() > most) empty_oldest(nullptr, spare() - most);
-  // Kept memory is covered too, and must go if other pools have taken all else, or if the budget's
+  // Kept memory is charged too, and must go if other pools have taken all else, or if the budget's
   // file can no longer be asked.
-  const auto covered = [&]() VT_LOCKED {
+  const auto is_charged = [&]() VT_LOCKED {
     try {
-      return cover(taken, spare());
+      return charge(taken, spare());
     } catch (const Error&) {
       return false;
     }
   };
-  while (spare() != 0 && !covered()) empty_oldest(nullptr, 1);
-  require_cover(taken, spare());
+  while (spare() != 0 && !is_charged()) empty_oldest(nullptr, 1);
+  require_charge(taken, spare());
 }
 
-void PageStore::require_cover(std::size_t taken, std::size_t spare) {
-  if (cover(taken, spare)) return;
+void PageStore::require_charge(std::size_t taken, std::size_t spare) {
+  if (charge(taken, spare)) return;
   throw OutOfPages("[", ledger_->name(), "] need ", taken, " pages of ", driver_.traits().page_size,
                    " bytes, other pools of this shared budget took them meanwhile: try again");
 }

@@ -57,8 +57,8 @@ class PageStore {
   // Pages for look-ahead: `unused`, less the device's reserve and what other pools ask for. Throws
   // as the driver.
   std::size_t available() const VT_LOCKED;
-  // Covers as many of `pages` as are available; returns how many.
-  std::size_t cover_available(std::size_t pages) VT_LOCKED;
+  // Charges as many of `pages` as are available; returns how many.
+  std::size_t charge_available(std::size_t pages) VT_LOCKED;
   // Pages that have memory, or for which the device has some beside the reserve. Throws as the
   // driver.
   std::size_t beside_reserve() const VT_LOCKED;
@@ -68,16 +68,16 @@ class PageStore {
   // Keeps `pages` for an operation that is about to release the lock; undone by promise(-pages).
   void promise(std::ptrdiff_t pages) VT_LOCKED;
 
-  // -- a budget that is shared; without one all pages are covered
+  // -- a budget that is shared; without one nothing is charged
 
   Ledger* ledger() const VT_LOCKED { return ledger_; }
   // Charges what `pages` more pages in use need beside all that is promised, and beside `spare`
   // free pages with memory. If the budget has less left, charges nothing and returns false. Throws
   // what Ledger::charge does.
-  bool cover(std::size_t pages, std::size_t spare = 0) VT_LOCKED;
-  // Bytes that `cover` would charge for them.
-  std::size_t uncovered_bytes(std::size_t pages) const VT_LOCKED;
-  void give_back_uncovered() noexcept VT_LOCKED;
+  bool charge(std::size_t pages, std::size_t spare = 0) VT_LOCKED;
+  // Bytes that `charge` would charge for them.
+  std::size_t bytes_to_charge(std::size_t pages) const VT_LOCKED;
+  void give_back_charge() noexcept VT_LOCKED;
 
   // -- handles in use
 
@@ -85,7 +85,7 @@ class PageStore {
   // Adds `n` free pages to `out`, to be mapped after `previous`, each with one reference.
   // `stitched`: takes kept memory of any row before kept memory has to be given back to make other.
   // Such a page costs a kernel mapping, which takes less time than making memory. Requires: the
-  // budget has them, and they are covered. Throws as the driver; nothing is taken then.
+  // budget has them, and they are charged. Throws as the driver; nothing is taken then.
   void take(RowHome& home, const Page* previous, std::size_t n, bool stitched,
             std::vector<Page*>& out) VT_LOCKED;
   void share(Page* page) VT_LOCKED { ++page->references; }
@@ -156,11 +156,12 @@ class PageStore {
 
  private:
   std::size_t charged() const VT_LOCKED;
-  std::size_t covered() const VT_LOCKED;
+  // Pages that may be taken without another charge.
+  std::size_t charged_unused() const VT_LOCKED;
   // Pages that need a charge, with `taken` more pages in use and `spare` free ones kept.
   std::size_t to_charge(std::size_t taken, std::size_t spare) const VT_LOCKED;
-  // Throws OutOfPages if `cover` returns false.
-  void require_cover(std::size_t taken, std::size_t spare) VT_LOCKED;
+  // Throws OutOfPages if `charge` returns false.
+  void require_charge(std::size_t taken, std::size_t spare) VT_LOCKED;
   bool has_excess() const VT_LOCKED { return releasable() > most_spare_; }
   void look_for_excess() VT_LOCKED {
     if (!has_excess()) return;
