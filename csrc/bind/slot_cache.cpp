@@ -166,7 +166,8 @@ class CacheCore {
     Caller caller{name};
     {
       const Operation op(*this, name);
-      if (cache_->expects(slot)) op.with_memory([&] { cache_->finish_prefix(op.caller(), slot); });
+      if (cache_->is_deferred(slot))
+        op.with_memory([&] { cache_->finish_prefix(op.caller(), slot); });
       pool = cache_->pool();
       copied = cache_->swaps().copies(slot, layer);
       leaves = cache_->swaps().is_away(slot, layer);

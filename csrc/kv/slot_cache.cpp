@@ -22,7 +22,7 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
       swaps_(buffers_, *lengths_),
       prefixes_(buffers_.unit()),
       prompts_(buffers_.shape().slots),
-      expects_(buffers_.shape().slots) {
+      is_deferred_(buffers_.shape().slots) {
   due_.reserve(buffers_.shape().slots);
 }
 
@@ -37,9 +37,10 @@ void SlotCache::share(const Caller& caller) {
 void SlotCache::show_lengths() noexcept {
   if (shown_ == nullptr) return;
   std::span<const std::int64_t> lengths = lengths_->all();
-  if (swaps_.any_absent() || std::memchr(expects_.data(), true, expects_.size()) != nullptr) {
+  if (swaps_.any_absent() ||
+      std::memchr(is_deferred_.data(), true, is_deferred_.size()) != nullptr) {
     for (std::size_t slot = 0; slot < lengths.size(); ++slot)
-      shown_lengths_[slot] = expects(slot) ? 0 : lengths[slot];
+      shown_lengths_[slot] = is_deferred(slot) ? 0 : lengths[slot];
     swaps_.hide_absent(shown_lengths_);
     lengths = shown_lengths_;
   }
@@ -130,7 +131,7 @@ void SlotCache::leave(std::size_t slot) noexcept {
   buffers_.abandon(slot);
   swaps_.forget(slot);
   prompts_[slot] = {};
-  expects_[slot] = false;
+  is_deferred_[slot] = false;
   lengths_->end(slot);
   free_.add(slot);
 }
@@ -220,7 +221,7 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
   for (const std::size_t slot : slots) {
     lengths_->forget_room(slot);
     if (lengths_->differ(slot)) continue;
-    if (expects(slot)) {
+    if (is_deferred(slot)) {
       lengths_->set_room(slot, -1);  // so that the next step maps the prefix, whatever the length
       continue;
     }

@@ -68,7 +68,7 @@ class SlotCache {
   std::size_t alloc(const Caller& caller, std::span<const Token> tokens, const std::string& salt,
                     std::size_t expected, bool deferred = false);
   // Whether the slot's first pages may not be mapped yet. `finish_prefix` maps them.
-  bool expects(std::size_t slot) const { return expects_[slot] != 0; }
+  bool is_deferred(std::size_t slot) const { return is_deferred_[slot] != 0; }
   void finish_prefix(const Caller& caller, std::size_t slot);
 
   // Makes the first lengths[s] positions of each slot its own: mapped, and not shared if they are
@@ -185,8 +185,8 @@ class SlotCache {
   FreeSlots free_;
   SlotSwaps swaps_;
   PrefixIndex prefixes_;
-  std::vector<Prompt> prompts_;        // of each slot
-  std::vector<std::uint8_t> expects_;  // of each slot: see expects(); apart for cache lines
+  std::vector<Prompt> prompts_;            // of each slot
+  std::vector<std::uint8_t> is_deferred_;  // of each slot: see is_deferred(); apart for cache lines
   std::size_t prefix_queries_ = 0, prefix_hits_ = 0;  // tokens
   SharedRange* shown_ = nullptr;             // its words are the slots' lengths; null: no readers
   std::vector<std::int64_t> shown_lengths_;  // scratch of show_lengths, if readers see fewer

@@ -69,7 +69,7 @@ SlotCache::Need SlotCache::need(std::span<const std::int64_t> lengths, Bands ban
         need.ready += taken;
         need.pages += pages.size() * range.rows() - taken;
       }
-      if (range.copy_on_write() == 0 && !expects(slot)) continue;
+      if (range.copy_on_write() == 0 && !is_deferred(slot)) continue;
       const Interval own = intersection(buffer.indices_of(written), {0, buffer.owned_until()});
       if (pool_->store().private_copies() != 0)
         need.copied += count_private_copies(range, range.collect(own, is_copy_on_write));

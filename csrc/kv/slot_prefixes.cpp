@@ -49,7 +49,7 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
     }
     begin(caller, slot, length);
     prompts_[slot] = {std::move(tokens), 0};
-    expects_[slot] = deferred;
+    is_deferred_[slot] = deferred;
     look_further({&slot, 1});
   } catch (...) {
     leave(slot);
@@ -60,9 +60,9 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
 
 // Maps the slot's promised prefix; called before anything reads or grows the slot's pages.
 void SlotCache::finish_prefix(const Caller& caller, std::size_t slot) {
-  if (!expects(slot)) return;
-  for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) buffer->accept_expected(caller);
-  expects_[slot] = false;
+  if (!is_deferred(slot)) return;
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) buffer->accept_deferred(caller);
+  is_deferred_[slot] = false;
   lengths_->forget_room(slot);
 }
 

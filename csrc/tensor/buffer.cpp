@@ -296,7 +296,7 @@ void Buffer::leave() noexcept {
     may_keep_ = false;  // readers would see the next owner's bytes
   }
   owned_ = false;
-  expected_.reset();
+  deferred_.reset();
   pool_->want_no_more(*this);
   pool_->unclean().remove(hooks.unclean);
   release({0, range_.reserved()});
@@ -363,8 +363,8 @@ bool Buffer::copy_on_write() {
 }
 
 const Page* Buffer::shared_at(std::size_t row, std::size_t index) const {
-  if (expected_ != nullptr && expected_->indices().contains(index))
-    return expected_->row(row)[index - expected_->indices().begin];
+  if (deferred_ != nullptr && deferred_->indices().contains(index))
+    return deferred_->row(row)[index - deferred_->indices().begin];
   const bool shared = index < range_.reserved() && is_copy_on_write(range_.at(row, index));
   return shared ? range_.at(row, index).page() : nullptr;
 }
@@ -439,13 +439,13 @@ void Buffer::want_until(std::size_t end, bool soon) {
 }
 
 void Buffer::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
-  if (expected_ == nullptr) return Client::find_missing(arrival, pages);
-  // All expected pages at once: the owner has a whole prefix, or none of it.
-  arrival = range_.shared(expected_->indices(), expected_->all());
+  if (deferred_ == nullptr) return Client::find_missing(arrival, pages);
+  // All deferred pages at once: the owner has a whole prefix, or none of it.
+  arrival = range_.shared(deferred_->indices(), deferred_->all());
 }
 
 void Buffer::arrived(const Reservation::Arrival& arrival) {
-  if (expected_ != nullptr && !arrival.given.empty() && !arrival.error) enter_expected();
+  if (deferred_ != nullptr && !arrival.given.empty() && !arrival.error) enter_deferred();
 }
 
 // -- giving back

@@ -70,7 +70,7 @@ class Buffer final : public Client {
 
   // The owner's positions. Other threads read them with the lock.
   Interval positions() const { return positions_; }
-  // The page indices that the positions need; none while they are expected.
+  // The page indices that the positions need; none while they are deferred.
   Interval extent() const VT_LOCKED { return extent_; }
   // Makes `positions` the owner's without a driver call: if the pages that they add are ready and
   // not shared. False, and nothing is changed, if they are not or if another thread holds the lock.
@@ -132,13 +132,14 @@ class Buffer final : public Client {
   // are any, waits for the work of all streams that use this buffer.
   void protect(const Caller& caller, Interval indices);
   // Makes `positions` the owner's, and maps the pages of adjacent `page_sets`, which hold them,
-  // copy-on-write at their indices: those are the extent then. If `deferred`, they are expected,
-  // and mapped by the mapper or by `accept_expected`. Waits for pages that are leaving there. If it
-  // fails, pages may have become copy-on-write in the buffer that they come from. Requires: there
-  // is a page set, the owner has no positions, and nothing is ready or cached at those indices.
+  // copy-on-write at their indices: those are the extent then. If `deferred`, they are kept without
+  // a mapping, and mapped by the mapper or by `accept_deferred`. Waits for pages that are leaving
+  // there. If it fails, pages may have become copy-on-write in the buffer that they come from.
+  // Requires: there is a page set, the owner has no positions, and nothing is ready or cached at
+  // those indices.
   void accept(const Caller& caller, Interval positions, PageSetSpan page_sets,
               bool deferred = false);
-  void accept_expected(const Caller& caller);
+  void accept_deferred(const Caller& caller);
   // In each buffer row i gets the pages of row rows[i], at the same addresses; if the driver
   // refuses, in no buffer. Requires: there are buffers, of one pool, each named once, without
   // living generations, and the driver remaps in one step, because the owner would lose a page that
@@ -149,15 +150,15 @@ class Buffer final : public Client {
   // Whether some page of the buffer is copy-on-write.
   bool copy_on_write();
   bool shares() const VT_LOCKED { return range_.copy_on_write() != 0; }
-  // The copy-on-write page, or expected page, at an index; null if there is none.
+  // The copy-on-write page, or deferred page, at an index; null if there is none.
   const Page* shared_at(std::size_t row, std::size_t index) const VT_LOCKED;
   // How many page indices from the beginning of both extents have the same pages in every row.
   std::size_t shared_with(const Buffer& other) const VT_LOCKED;
   // Positions from `position` up to this one are the owner's and lie in writable pages.
   std::size_t writable_until(std::size_t position) const VT_LOCKED;
-  // Page indices below it are in the extent, or are expected.
+  // Page indices below it are in the extent, or are deferred.
   std::size_t owned_until() const VT_LOCKED {
-    return expected_ == nullptr ? extent_.end : expected_->indices().end;
+    return deferred_ == nullptr ? extent_.end : deferred_->indices().end;
   }
 
   // -- readers in other processes (see vmm/shared_range.h)
@@ -191,7 +192,7 @@ class Buffer final : public Client {
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
   void find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
-  bool wants() const override VT_LOCKED { return expected_ != nullptr || Client::wants(); }
+  bool wants() const override VT_LOCKED { return deferred_ != nullptr || Client::wants(); }
   void arrived(const Reservation::Arrival& arrival) override VT_LOCKED;
   void ahead_changed() override VT_LOCKED;
 
@@ -229,8 +230,8 @@ class Buffer final : public Client {
   void protect_origins(const Caller& caller, PageSetSpan page_sets) const;
   void map_shared(PoolLock& lock, const Caller& caller, Interval indices,
                   std::span<Page* const> pages) VT_LOCKED;
-  // The expected pages are mapped: they become the owner's.
-  void enter_expected() VT_LOCKED;
+  // The deferred pages are mapped: they become the owner's.
+  void enter_deferred() VT_LOCKED;
   void set_ready(std::size_t end) VT_LOCKED;
   // The first page index from the extent's end up to `end` that is not ready.
   std::size_t ready_in(std::size_t end) const VT_LOCKED;
@@ -253,7 +254,7 @@ class Buffer final : public Client {
   bool may_keep_ VT_GUARDED = true;  // pages may be cached once the owner has left
   // Pages of others that the owner's positions will have: its extent once they are mapped, and null
   // then.
-  std::unique_ptr<const PageSet> expected_ VT_GUARDED;
+  std::unique_ptr<const PageSet> deferred_ VT_GUARDED;
 };
 
 }  // namespace vtensor

@@ -191,7 +191,7 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
                });
   range_.reserve(indices);
   if (deferred) {
-    expected_ = std::make_unique<const PageSet>(pool_, indices,
+    deferred_ = std::make_unique<const PageSet>(pool_, indices,
                                                 std::vector<Page*>(pages.begin(), pages.end()));
     return set_positions(positions);
   }
@@ -202,13 +202,13 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
   range_.event(trace::What::fork, extent_);
 }
 
-void Buffer::accept_expected(const Caller& caller) {
+void Buffer::accept_deferred(const Caller& caller) {
   PoolLock lock(pool_);
   pool_->drain_ended();
   const Busy busy(*this, lock, caller);
-  if (expected_ == nullptr) return;  // the mapper has mapped them
-  map_shared(lock, caller, expected_->indices(), expected_->all());
-  enter_expected();
+  if (deferred_ == nullptr) return;  // the mapper has mapped them
+  map_shared(lock, caller, deferred_->indices(), deferred_->all());
+  enter_deferred();
 }
 
 void Buffer::map_shared(PoolLock& lock, const Caller& caller, Interval indices,
@@ -219,9 +219,9 @@ void Buffer::map_shared(PoolLock& lock, const Caller& caller, Interval indices,
   range_.map(lock, arrival, caller.stream, false);
 }
 
-void Buffer::enter_expected() {
-  set_extent(expected_->indices());
-  expected_.reset();
+void Buffer::enter_deferred() {
+  set_extent(deferred_->indices());
+  deferred_.reset();
   range_.event(trace::What::fork, extent_);
 }
 

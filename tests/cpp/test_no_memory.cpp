@@ -98,7 +98,7 @@ struct Bench {
 // I3: each slot has the positions that its length says. Each other slot is free.
 void check_slots(SlotCache& cache) {
   for (std::size_t slot = 0; slot < cache.buffers().shape().slots; ++slot) {
-    if (cache.lengths().state(slot) != SlotState::used || cache.expects(slot)) continue;
+    if (cache.lengths().state(slot) != SlotState::used || cache.is_deferred(slot)) continue;
     for (std::size_t group = 0; group < cache.buffers().groups(); ++group) {
       const Interval needed = cache.buffers().needed(slot, group, cache.lengths().length(slot));
       CHECK(intersection(needed, cache.buffers().at(slot, group).positions()) == needed);
@@ -331,7 +331,7 @@ TEST_CASE_TEMPLATE("shared pages", T, OnHost, OnSimulation) {
     return [from = bench.buffer(40), to = bench.buffer(0)] {
       constexpr Interval some[] = {{0, 4}, {4, 8}};
       to->accept(kCaller, {0, 16}, from->offer(kCaller, some, true), true);
-      to->accept_expected(kCaller);
+      to->accept_deferred(kCaller);
     };
   });
   if (T::is_cuda) return;  // no driver of a device remaps in one step
