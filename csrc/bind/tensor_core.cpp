@@ -493,8 +493,8 @@ void TensorCore::leave(nb::handle self) {
   set_class_at_end(self);
   const ReleasedGil released;
   left->abandon();
-  // Waits until this or another thread has settled the buffer.
-  const PoolLock settled(left->pool());
+  // Waits until the buffer's end has taken effect, in this thread or another.
+  const PoolLock ended(left->pool());
 }
 
 // -- what torch has: a storage over mapped pages, sizes and strides

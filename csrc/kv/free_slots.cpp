@@ -9,7 +9,7 @@ namespace vtensor {
 
 FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers) {
   const std::size_t slots = buffers.shape().slots;
-  settling_.reserve(slots);
+  unready_.reserve(slots);
   for (std::size_t slot = 0; slot < slots; ++slot) ready_.insert({0, slot});
 }
 
@@ -38,12 +38,12 @@ FreeSlots::Fit FreeSlots::fit(std::size_t slot) const {
   return fit;
 }
 
-// Moves slots from settling_ to ready_ whose pages have left or are cached. Stops at 8 slots that
+// Moves slots from unready_ to ready_ whose pages have left or are cached. Stops at 8 slots that
 // cannot move, so an alloc takes the same time however many slots there are.
-void FreeSlots::admit_settled() {
+void FreeSlots::admit_ready() {
   std::size_t looks = 8;
-  while (!settling_.empty() && looks != 0) {
-    std::size_t& at = settling_[next_probe_ % settling_.size()];
+  while (!unready_.empty() && looks != 0) {
+    std::size_t& at = unready_[next_probe_ % unready_.size()];
     const Fit seen = fit(at);
     if (!seen.ready) {
       ++next_probe_;
@@ -51,8 +51,8 @@ void FreeSlots::admit_settled() {
       continue;
     }
     ready_.insert({seen.cached, at});
-    at = settling_.back();
-    settling_.pop_back();
+    at = unready_.back();
+    unready_.pop_back();
   }
 }
 
@@ -73,7 +73,7 @@ bool FreeSlots::confirm(Ready::iterator listed, Fit& seen) {
 
 // The slot with the fewest cached positions that suffice, or else with the most.
 FreeSlots::Choice FreeSlots::choose(std::size_t expected) {
-  admit_settled();
+  admit_ready();
   while (!ready_.empty()) {
     auto found = expected == 0 ? ready_.end() : ready_.lower_bound({expected, 0});
     if (found == ready_.end()) found = ready_.lower_bound({ready_.rbegin()->first, 0});
@@ -86,7 +86,7 @@ FreeSlots::Choice FreeSlots::choose(std::size_t expected) {
 // A slot with nothing mapped below `pages`. In the order of ready_, every slot after the first with
 // cached positions has page 0 mapped too.
 FreeSlots::Choice FreeSlots::choose_empty(std::size_t pages) {
-  admit_settled();
+  admit_ready();
   for (auto listed = ready_.begin(); listed != ready_.end();) {
     Fit seen;
     if (!confirm(listed, seen)) {
@@ -103,7 +103,7 @@ FreeSlots::Choice FreeSlots::choose_empty(std::size_t pages) {
 // Whether pages of some free slot are on their way out, as far as the driver lets them go, or have
 // left since the last look.
 bool FreeSlots::leaving() const {
-  return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t slot) VT_LOCKED {
+  return std::any_of(unready_.begin(), unready_.end(), [this](std::size_t slot) VT_LOCKED {
     return fit(slot).ready || refusal(slot) == nullptr;
   });
 }
@@ -143,10 +143,10 @@ std::size_t FreeSlots::take(const Caller& caller, const std::function<Choice()>&
       if (!choice) {
         pool->await(lock, caller.operation, "the work that used the pages of a freed slot",
                     [&]() VT_LOCKED {
-                      static_cast<void>(pool->settle_all(lock));
+                      static_cast<void>(pool->finish_unmapping(lock));
                       choice = choose();
                       if (choice || leaving()) return choice.has_value();
-                      for (const std::size_t stays : settling_) {
+                      for (const std::size_t stays : unready_) {
                         if (refusal(stays)) std::rethrow_exception(refusal(stays));
                       }
                       return false;

@@ -35,7 +35,7 @@ class FreeSlots {
   // A slot with its buffers placed and nothing mapped below page index `pages`. Throws as `take`.
   std::size_t take_empty(const Caller& caller, std::size_t pages);
   // A slot whose buffers were abandoned.
-  void add(std::size_t slot) noexcept { settling_.push_back(slot); }
+  void add(std::size_t slot) noexcept { unready_.push_back(slot); }
 
  private:
   // What a free slot has mapped.
@@ -48,9 +48,9 @@ class FreeSlots {
   using Ready = std::set<std::pair<std::size_t, std::size_t>>;
   using Choice = std::optional<Ready::value_type>;
 
-  std::size_t count() const { return ready_.size() + settling_.size(); }
+  std::size_t count() const { return ready_.size() + unready_.size(); }
   Fit fit(std::size_t slot) const VT_LOCKED;
-  void admit_settled() VT_LOCKED;
+  void admit_ready() VT_LOCKED;
   bool confirm(Ready::iterator listed, Fit& seen) VT_LOCKED;
   Choice choose(std::size_t expected) VT_LOCKED;
   Choice choose_empty(std::size_t pages) VT_LOCKED;
@@ -61,8 +61,8 @@ class FreeSlots {
 
   SlotBuffers& buffers_;
   Ready ready_;
-  std::vector<std::size_t> settling_;  // free slots whose pages are still leaving
-  std::size_t next_probe_ = 0;         // round-robin position in settling_
+  std::vector<std::size_t> unready_;  // free slots whose pages are still leaving
+  std::size_t next_probe_ = 0;        // round-robin position in unready_
 };
 
 }  // namespace vtensor

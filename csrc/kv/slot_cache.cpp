@@ -148,7 +148,7 @@ bool SlotCache::has_room(std::span<const std::int64_t> lengths) {
 
 bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!has_room(lengths)) return false;
-  swaps_.settle();
+  swaps_.forget_ended();
   use(caller);
   lengths_->step(lengths, due_, {});
   return true;
@@ -156,7 +156,7 @@ bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> 
 
 void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands) {
   lengths_->require_due(caller, lengths, bands, due_);
-  swaps_.settle();
+  swaps_.forget_ended();
   use(caller);
   for (const std::size_t slot : due_) {
     for (std::size_t group = 0; group < buffers_.groups(); ++group)
@@ -497,7 +497,7 @@ bool SlotCache::shares(const Write& write) const {
 void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t layer,
                             std::span<const Write> writes) {
   for (const Write& write : writes) require_kept(caller, group, layer, write);
-  swaps_.settle();
+  swaps_.forget_ended();
   use(caller);
   for (const Write& write : writes) {
     const auto& [slot, positions] = write;
@@ -513,7 +513,7 @@ void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t
 void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slots,
                          const AllocateHost& allocate, Bands bands) {
   lengths_->require_to_swap(caller, slots, bands, true);
-  swaps_.settle();
+  swaps_.forget_ended();
   for (const std::size_t slot : slots) {
     finish_prefix(caller, slot);
     hide(slot, 0);
@@ -524,7 +524,7 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
 
 void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots, Bands bands) {
   lengths_->require_to_swap(caller, slots, bands, false);
-  swaps_.settle();
+  swaps_.forget_ended();
   std::vector<std::int64_t> lengths(buffers_.shape().slots);
   for (const std::size_t slot : slots)
     lengths[slot] = static_cast<std::int64_t>(lengths_->length(slot));

@@ -196,13 +196,13 @@ void SlotLengths::step(std::span<const std::int64_t> lengths, std::span<const st
   for (const std::size_t slot : due) {
     const std::span<Band> own = differing(slot);
     for (const std::size_t band : bands) own[band].length = lengths[slot];
-    settle(slot);
+    derive(slot);
   }
 }
 
 void SlotLengths::truncate(std::size_t slot, std::size_t length) noexcept {
   for (Band& band : differing(slot)) band.length = static_cast<std::int64_t>(length);
-  settle(slot);
+  derive(slot);
 }
 
 void SlotLengths::swap_out(std::size_t slot, Bands bands) noexcept {
@@ -220,7 +220,7 @@ void SlotLengths::swap_in(std::size_t slot, Bands bands) noexcept {
 void SlotLengths::set_away(std::size_t slot, Bands bands, bool away) noexcept {
   const std::span<Band> own = differing(slot);
   for (const std::size_t band : or_all(bands)) own[band].away = away;
-  settle(slot);
+  derive(slot);
 }
 
 // The slot's bands, for a change of some of them; begins to store a length for each.
@@ -233,7 +233,7 @@ std::span<SlotLengths::Band> SlotLengths::differing(std::size_t slot) noexcept {
 }
 
 // Sets the slot's length to its shortest band's, and differ_ to whether its bands differ.
-void SlotLengths::settle(std::size_t slot) noexcept {
+void SlotLengths::derive(std::size_t slot) noexcept {
   const std::span<const Band> own = of(slot);
   const auto shorter = [](const Band& a, const Band& b) { return a.length < b.length; };
   const std::int64_t least = std::min_element(own.begin(), own.end(), shorter)->length;

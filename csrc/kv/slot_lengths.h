@@ -108,7 +108,7 @@ class SlotLengths {
     return std::span(bands_).subspan(slot * all_bands_.size(), all_bands_.size());
   }
   std::span<Band> differing(std::size_t slot) noexcept;
-  void settle(std::size_t slot) noexcept;
+  void derive(std::size_t slot) noexcept;
   void set_away(std::size_t slot, Bands bands, bool away) noexcept;
   void require_one_each(const Caller& caller, std::span<const std::int64_t> lengths) const;
   void require_length(const Caller& caller, std::size_t slot, std::int64_t length,

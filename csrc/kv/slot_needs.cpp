@@ -14,7 +14,7 @@ namespace vtensor {
 bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands,
                          bool alone) {
   lengths_->require_possible(caller, lengths, bands);
-  swaps_.settle();
+  swaps_.forget_ended();
   PageStore& store = pool_->store();
   {
     PoolLock lock(pool_);
@@ -24,7 +24,7 @@ bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> len
   }
   const std::size_t elsewhere = alone ? 0 : pool_->spared_elsewhere();
   PoolLock lock(pool_);
-  static_cast<void>(pool_->settle_all(lock));
+  static_cast<void>(pool_->finish_unmapping(lock));
   if (store.private_copies() != 0) pool_->count_private_copies();  // as a growth does
   const auto [pages, ready, copied] = need(lengths, bands);
   const std::size_t unused =

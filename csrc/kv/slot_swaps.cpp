@@ -266,7 +266,7 @@ void SlotSwaps::forget(std::size_t slot) noexcept {
   arriving_.remove_if([slot](const Arriving& copy) { return copy.slot == slot; });
 }
 
-void SlotSwaps::settle() noexcept {
+void SlotSwaps::forget_ended() noexcept {
   try {
     while (!arriving_.empty()) {
       const FencePtr& over = arriving_.front().over;
@@ -340,7 +340,7 @@ FencePtr SlotSwaps::last_arrival(std::size_t slot, std::optional<std::size_t> la
 }
 
 FencePtr SlotSwaps::copies(std::size_t slot, std::optional<std::size_t> layer) {
-  settle();
+  forget_ended();
   if (lengths_.state(slot) == SlotState::swapped) return away_[slot].front()->copied;
   if (!layer) {
     // One fence after copies in both directions: they run in one stream.
@@ -351,12 +351,12 @@ FencePtr SlotSwaps::copies(std::size_t slot, std::optional<std::size_t> layer) {
 }
 
 FencePtr SlotSwaps::arrivals() {
-  settle();
+  forget_ended();
   return arriving_.empty() ? nullptr : driver_.fence(driver_.copy_stream());
 }
 
 void SlotSwaps::await_arrival(const Caller& caller, std::size_t slot) {
-  settle();
+  forget_ended();
   const auto patience = buffers_.pool()->options().patience;
   if (wait_for(driver_, last_arrival(slot), patience)) return;
   throw TimedOut(caller.operation, patience,
@@ -365,7 +365,7 @@ void SlotSwaps::await_arrival(const Caller& caller, std::size_t slot) {
 }
 
 void SlotSwaps::order_arrival(const Caller& caller, std::size_t slot) {
-  settle();
+  forget_ended();
   if (const FencePtr last = last_arrival(slot)) driver_.order(caller.stream, *last);
 }
 
@@ -383,7 +383,7 @@ void SlotSwaps::await_departure(const Caller& caller, std::size_t slot,
   PoolLock lock(pool);
   pool->await(
       lock, caller.operation, "the unmapping of a slot that was swapped out", [&]() VT_LOCKED {
-        static_cast<void>(pool->settle_all(lock));
+        static_cast<void>(pool->finish_unmapping(lock));
         return std::all_of(buffers.begin(), buffers.end(), [](const Buffer* buffer) VT_LOCKED {
           return buffer->pages_leaving() == 0;
         });

@@ -39,7 +39,7 @@ class SlotSwaps {
   // The slot is freed: drops its host memory.
   void forget(std::size_t slot) noexcept;
   // Drops host memory, and records of arrivals, whose copies have ended.
-  void settle() noexcept;
+  void forget_ended() noexcept;
   // Requires: all slots are free. Waits for nothing: the pool keeps host memory that copies may
   // still use.
   void close() noexcept;

@@ -119,7 +119,7 @@ bool Client::await_turn(PoolLock& lock, const Caller& caller) {
   pool_->await(lock, caller.operation, what.c_str(), [this, &lock]() VT_LOCKED {
     if (busy_ || range_.leaving() == 0) return !busy_;
     give_up_ahead();
-    settle(&lock);
+    finish_unmapping(&lock);
     if (refusal()) std::rethrow_exception(refusal());
     return false;
   });
@@ -311,9 +311,9 @@ void Client::enter_ahead(Reservation::Arrival& arrival) {
 void Client::give_back_unused() noexcept {
   if (busy_) return;  // the end of that calls it again
   if (!pool_->looks_ahead() || pool_->store().broken()) {
-    if (!settle(nullptr)) return pool_->settle_later(shared_from_this());
+    if (!finish_unmapping(nullptr)) return pool_->unmap_later(shared_from_this());
     // It may be listed since an earlier refusal, and with no mapper at work nothing else looks.
-    pool_->unsettled().remove(hooks.unsettled);
+    pool_->to_unmap().remove(hooks.to_unmap);
     return;
   }
   refusal_ = nullptr;
@@ -322,7 +322,7 @@ void Client::give_back_unused() noexcept {
   } catch (...) {
     refused(std::current_exception());
   }
-  pool_->settle_later(shared_from_this());
+  pool_->unmap_later(shared_from_this());
 }
 
 void Client::refused(std::exception_ptr error) noexcept {
@@ -357,59 +357,59 @@ bool Client::release_range() {
   return true;
 }
 
-bool Client::settle(PoolLock* lock) noexcept {
+bool Client::finish_unmapping(PoolLock* lock) noexcept {
   if (busy_) {
     refusal_ = nullptr;  // of an earlier try: the next one comes once the client is free
     return false;
   }
-  Settled settled = Settled::some;
-  while (settled == Settled::some)
-    settled = settle_some(lock, SIZE_MAX, std::chrono::steady_clock::time_point::max());
-  return settled == Settled::done;
+  Unmapped unmapped = Unmapped::some;
+  while (unmapped == Unmapped::some)
+    unmapped = unmap_some(lock, SIZE_MAX, std::chrono::steady_clock::time_point::max());
+  return unmapped == Unmapped::done;
 }
 
-Client::Settled Client::settle_some(PoolLock* lock, std::size_t pages,
+Client::Unmapped Client::unmap_some(PoolLock* lock, std::size_t pages,
                                     std::chrono::steady_clock::time_point until) noexcept {
   Reservation::Departure departure;
-  const Settled claim = claim_back(departure, pages);
-  if (claim != Settled::some) return claim;
+  const Unmapped claim = claim_back(departure, pages);
+  if (claim != Unmapped::some) return claim;
   {
     std::optional<Unlocked> unlocked;
     if (lock != nullptr) unlocked.emplace(*lock);
     range_.carry_out(departure, until);
   }
   enter_back(departure);
-  return refusal_ ? Settled::refused : Settled::some;
+  return refusal_ ? Unmapped::refused : Unmapped::some;
 }
 
-Client::Settled Client::give_back_some(PoolLock& lock, std::size_t pages,
-                                       std::chrono::steady_clock::time_point until) noexcept {
-  if (busy()) return Settled::waits;
+Client::Unmapped Client::give_back_some(PoolLock& lock, std::size_t pages,
+                                        std::chrono::steady_clock::time_point until) noexcept {
+  if (busy()) return Unmapped::waits;
   // Of a closed pool only a caller tries again: the process may be about to end, and a device in
   // error refuses for good.
   if (refusal_ && (pool_->retired() || std::chrono::steady_clock::now() < retry_at_))
-    return Settled::refused;
-  const Settled settled = settle_some(&lock, pages, until);
-  if (settled == Settled::some) give_back_unused();  // the owner may have left meanwhile
-  return settled;
+    return Unmapped::refused;
+  const Unmapped unmapped = unmap_some(&lock, pages, until);
+  if (unmapped == Unmapped::some) give_back_unused();  // the owner may have left meanwhile
+  return unmapped;
 }
 
-Client::Settled Client::claim_back(Reservation::Departure& departure, std::size_t pages) noexcept {
+Client::Unmapped Client::claim_back(Reservation::Departure& departure, std::size_t pages) noexcept {
   refusal_ = nullptr;
   try {
     // The end of a broken pool's driver unmaps what its clients leave.
     const bool leaves_all = pool_->store().broken() && pool_->retired();
     const bool quiet = leaves_all || is_quiet();
     if (leaves_all || !begin_unmapping())
-      return release_range() && quiet ? Settled::done : Settled::waits;
-    if (!all_passed(driver_, unmap_after_)) return Settled::waits;
+      return release_range() && quiet ? Unmapped::done : Unmapped::waits;
+    if (!all_passed(driver_, unmap_after_)) return Unmapped::waits;
     const std::size_t most = std::max<std::size_t>(1, pages / range_.rows());
     departure = range_.departing(range_.runs_of(Why::fenced, most));
     busy_ = true;
-    return Settled::some;
+    return Unmapped::some;
   } catch (...) {
     refused(std::current_exception());
-    return Settled::refused;
+    return Unmapped::refused;
   }
 }
 

@@ -50,7 +50,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Nodes of the pool's lists that the client can be in.
   struct Hooks {
-    ClientList::Hook unsettled, wanting, cached, cached_alike, unclean;
+    ClientList::Hook to_unmap, wanting, cached, cached_alike, unclean;
     bool first = false;  // wants pages before clients that only look ahead
   };
   Hooks hooks VT_GUARDED;
@@ -112,10 +112,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // Unmaps pages that nothing needs and whose fences have passed, and frees the range if the owner
   // has left. False if pages are left; `refusal` is then the driver's refusal, if there was one.
   // Releases the lock meanwhile, unless `lock` is null: a deleter cannot.
-  bool settle(PoolLock* lock) noexcept VT_LOCKED;
+  bool finish_unmapping(PoolLock* lock) noexcept VT_LOCKED;
   // One step of that, of about `pages` pages, in which no driver call begins after `until`.
-  enum class Settled : std::uint8_t { some, waits, refused, done };
-  Settled settle_some(PoolLock* lock, std::size_t pages,
+  enum class Unmapped : std::uint8_t { some, waits, refused, done };
+  Unmapped unmap_some(PoolLock* lock, std::size_t pages,
                       std::chrono::steady_clock::time_point until) noexcept VT_LOCKED;
   // Why its pages stay: a refused fence or unmapping, until it is tried again.
   const std::exception_ptr& refusal() const VT_LOCKED { return refusal_; }
@@ -150,9 +150,9 @@ class Client : public std::enable_shared_from_this<Client> {
   // Pages wanted ahead that are not mapped.
   std::size_t missing_ahead() const VT_LOCKED { return range_.missing(Why::prefetched); }
 
-  // `settle_some`, but not soon after a refusal.
-  Settled give_back_some(PoolLock& lock, std::size_t pages,
-                         std::chrono::steady_clock::time_point until) noexcept VT_LOCKED;
+  // `unmap_some`, but not soon after a refusal.
+  Unmapped give_back_some(PoolLock& lock, std::size_t pages,
+                          std::chrono::steady_clock::time_point until) noexcept VT_LOCKED;
 
   // Zeroing of pages that the last owner left, once that owner's work has passed: whether there are
   // such pages, in a client that is awake; whether up to `pages` of them were zeroed.
@@ -259,7 +259,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // If no page is fenced, unneeded pages become so. Whether any is.
   bool begin_unmapping() VT_LOCKED;
   // Claims about `pages` of the pages that are to be unmapped, if it returns `some`.
-  Settled claim_back(Reservation::Departure& departure, std::size_t pages) noexcept VT_LOCKED;
+  Unmapped claim_back(Reservation::Departure& departure, std::size_t pages) noexcept VT_LOCKED;
   // Whether the owner has left and no generation is left, so that the range is to be freed.
   bool ends() const VT_LOCKED {
     return !owned_ && reserved_ && generations_.empty() && range_.mapped(Why::cached) == 0;

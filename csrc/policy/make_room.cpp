@@ -33,7 +33,7 @@ constexpr std::size_t kPagesAtOnce = 32;
 
 // Whether what it has to give back may bring memory. A client that is asleep has none, and the
 // thread that holds one while it falls asleep or wakes may be the one that asks.
-bool may_settle(const Client& client) { return client.asleep.load() == 0; }
+bool may_bring_memory(const Client& client) { return client.asleep.load() == 0; }
 
 }  // namespace
 
@@ -91,8 +91,8 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
 
 std::size_t MakeRoom::pages_leaving() const {
   std::size_t leaving = 0;
-  for (const std::shared_ptr<Client>& client : pool_.unsettled())
-    leaving += may_settle(*client) ? client->pages_leaving() : 0;
+  for (const std::shared_ptr<Client>& client : pool_.to_unmap())
+    leaving += may_bring_memory(*client) ? client->pages_leaving() : 0;
   return leaving;
 }
 
@@ -169,7 +169,7 @@ bool MakeRoom::give_up_spare(PoolLock& lock) {
   bool any = pool_.evict_oldest();
   for (auto client = pool_.clients().begin(); !any && client != pool_.clients().end(); ++client)
     any = (*client)->drop_ahead() != 0;
-  if (any) pool_.settle_all(lock);
+  if (any) pool_.finish_unmapping(lock);
   return any;
 }
 
@@ -177,7 +177,7 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   pool_.store().raise_if_broken();
   const std::size_t before = pool_.store().used();
   pool_.drain_ended();
-  pool_.settle_all(lock);
+  pool_.finish_unmapping(lock);
   if (pool_.store().used() < before) return true;
   const std::chrono::nanoseconds patience = pool_.options().patience;
   const auto waited = request.waited();
@@ -186,11 +186,11 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   if (!(suffices && in_grace) && give_up_spare(lock)) return true;
   // More may come from other pools, from clients that wait for the mapper or for the device, and
   // from a client for which calls are made just now.
-  const ClientList& unsettled = pool_.unsettled();
+  const ClientList& to_unmap = pool_.to_unmap();
   const bool others = !(suffices && in_grace) && request.ask();
   const bool waits = std::any_of(
-      unsettled.begin(), unsettled.end(),
-      [](const auto& client) VT_LOCKED { return may_settle(*client) && !client->refusal(); });
+      to_unmap.begin(), to_unmap.end(),
+      [](const auto& client) VT_LOCKED { return may_bring_memory(*client) && !client->refusal(); });
   if (waited >= patience) return false;
   if (!others && pool_.in_flight() == 0) {
     if (!waits || (!in_grace && !suffices)) return false;
@@ -264,7 +264,7 @@ MakeRoom::Given MakeRoom::give(PoolLock& lock, std::size_t missing) {
   PageStore& store = pool_.store();
   store.raise_if_broken();
   if (store.releasable() == 0) {
-    pool_.settle_all(lock);
+    pool_.finish_unmapping(lock);
     const std::size_t leaving = pages_leaving() * pool_.page_size();
     if (store.releasable() == 0 && leaving >= missing) return Given::waits;
     if (store.releasable() == 0 && !give_up_spare(lock)) {
@@ -314,9 +314,9 @@ bool MakeRoom::give_all_back(bool spare) noexcept {
   PoolLock lock(pool_.shared_from_this());
   if (pool_.store().broken()) return false;
   pool_.drain_ended();
-  bool any = !pool_.unsettled().empty();
+  bool any = !pool_.to_unmap().empty();
   while (spare ? give_up_spare(lock) : pool_.evict_oldest()) any = true;
-  pool_.settle_all(lock);
+  pool_.finish_unmapping(lock);
   return any;
 }
 

@@ -157,22 +157,22 @@ class Mapper::Step {
 
   // Unmaps pages that nothing needs. Each client is asked once at most, in turn.
   bool give_back() VT_LOCKED {
-    ClientList& unsettled = pool_.unsettled();
-    for (std::size_t left = unsettled.size(); left != 0 && !unsettled.empty(); --left) {
-      const std::shared_ptr<Client> client = unsettled.front();
-      unsettled.move_last(client->hooks.unsettled);
+    ClientList& to_unmap = pool_.to_unmap();
+    for (std::size_t left = to_unmap.size(); left != 0 && !to_unmap.empty(); --left) {
+      const std::shared_ptr<Client> client = to_unmap.front();
+      to_unmap.move_last(client->hooks.to_unmap);
       // Unmapping touches no memory, so a step has more pages.
       switch (client->give_back_some(lock_, 8 * most_, steady_clock::now() + kStepTime)) {
-        case Client::Settled::some:
+        case Client::Unmapped::some:
           return true;
-        case Client::Settled::waits:
+        case Client::Unmapped::waits:
           waits = true;
           break;
-        case Client::Settled::refused:
+        case Client::Unmapped::refused:
           refused = true;
           break;
-        case Client::Settled::done:
-          unsettled.remove(client->hooks.unsettled);
+        case Client::Unmapped::done:
+          to_unmap.remove(client->hooks.to_unmap);
           break;
       }
     }

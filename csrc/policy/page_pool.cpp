@@ -146,8 +146,8 @@ std::uint64_t PagePool::add(Client* client) {
   return next_id();
 }
 
-void PagePool::settle_later(const std::shared_ptr<Client>& client) {
-  if (!client->hooks.unsettled.linked()) unsettled_.add(client->hooks.unsettled, client);
+void PagePool::unmap_later(const std::shared_ptr<Client>& client) {
+  if (!client->hooks.to_unmap.linked()) to_unmap_.add(client->hooks.to_unmap, client);
   // What was refused is not worth starting a thread for: the next call that looks tries it again.
   if (!client->refusal() || looks_ahead()) wake_mapper();
 }
@@ -255,7 +255,7 @@ void PagePool::await(PoolLock& lock, const char* operation, const char* what,
   }
 }
 
-// A thread that lets the lock go first settles what ended generations left, and wakes the mapper if
+// A thread that lets the lock go first unmaps what ended generations left, and wakes the mapper if
 // it is to be woken. What comes in the last moment before the wait is seen when it ends, soon.
 void PagePool::wait(PoolLock& lock, std::condition_variable& change,
                     steady_clock::time_point until) {
@@ -299,7 +299,7 @@ steady_clock::time_point PagePool::maintain(PoolLock& lock) {
 PoolCounts PagePool::counts() {
   PoolLock lock(shared_from_this());
   drain_ended();
-  if (!looks_ahead()) settle_all(lock);
+  if (!looks_ahead()) finish_unmapping(lock);
   count_private_copies();
   PoolCounts counts;
   for (Client* client : clients_) client->count(counts);
@@ -370,7 +370,7 @@ std::size_t PagePool::trim() {
   }
   const Counted quiescing(quiescing_);
   quiesce(lock, "Pool.trim");
-  settle_all(lock);
+  finish_unmapping(lock);
   const std::size_t pages = store_.spare();
   const std::size_t at_once = traits().adjacent_handles ? pages : kReleasedAtOnce;
   for (std::size_t left = pages; left != 0 && store_.releasable() != 0;) {
@@ -385,7 +385,7 @@ bool PagePool::idle() const {
   // A generation that has ended may be the last to keep a client's range.
   return in_flight() == 0 && ended_.load(std::memory_order_acquire) == nullptr &&
          ((wanting_.empty() && copied_.empty() && !store_.excess_due()) || !mapper_->running()) &&
-         std::all_of(unsettled_.begin(), unsettled_.end(),
+         std::all_of(to_unmap_.begin(), to_unmap_.end(),
                      [](const auto& client) VT_LOCKED { return client->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_->running() ||
           std::none_of(unclean_.begin(), unclean_.end(),
@@ -396,7 +396,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   const auto until = steady_clock::now() + timeout;
   PoolLock lock(shared_from_this());
   drain_ended();
-  std::exception_ptr refused = settle_all(lock);  // what was refused is tried again, here
+  std::exception_ptr refused = finish_unmapping(lock);  // what was refused is tried again, here
   wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
   store_.raise_if_broken();
   while (!refused && !idle()) {
@@ -404,13 +404,13 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
     if (steady_clock::now() >= until) {
       throw TimedOut(
           "Pool.wait_idle", timeout,
-          std::to_string(unsettled_.size()) +
+          std::to_string(to_unmap_.size()) +
               " tensors have pages that work on the device may still use, or the mapper is "
               "busy; they stay mapped, and go once that has ended");
     }
     wait(lock, mapper_rests_, steady_clock::now() + kLook);
     drain_ended();
-    refused = settle_all(lock);
+    refused = finish_unmapping(lock);
     if (!refused) refused = mapper_error_;
   }
   for (Client* client : clients_) {
@@ -428,7 +428,7 @@ void PagePool::retire() noexcept {
   drain_ended();
   while (evict_oldest()) {
   }
-  if (store_.broken()) settle_all(lock);
+  if (store_.broken()) finish_unmapping(lock);
 }
 
 void PagePool::check_invariants() {
@@ -501,17 +501,17 @@ void PagePool::drain_ended() noexcept {
   }
 }
 
-std::exception_ptr PagePool::settle_all(PoolLock& lock) noexcept {
+std::exception_ptr PagePool::finish_unmapping(PoolLock& lock) noexcept {
   std::exception_ptr first;
   std::vector<std::shared_ptr<Client>> all;
   try {
-    all.assign(unsettled_.begin(), unsettled_.end());
+    all.assign(to_unmap_.begin(), to_unmap_.end());
   } catch (const std::bad_alloc&) {
     return std::current_exception();
   }
   for (const std::shared_ptr<Client>& client : all) {
-    if (client->settle(&lock)) {
-      unsettled_.remove(client->hooks.unsettled);
+    if (client->finish_unmapping(&lock)) {
+      to_unmap_.remove(client->hooks.to_unmap);
     } else if (!first) {
       first = client->refusal();
     }

@@ -141,10 +141,10 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::vector<std::shared_ptr<Shrinker>> shrinkers() VT_LOCKED;
 
   // Clients that have pages to unmap or a range to free; the list keeps them alive.
-  ClientList& unsettled() VT_LOCKED { return unsettled_; }
-  void settle_later(const std::shared_ptr<Client>& client) VT_LOCKED;
-  // Settles every client of that list. Returns the first refusal.
-  std::exception_ptr settle_all(PoolLock& lock) noexcept VT_LOCKED;
+  ClientList& to_unmap() VT_LOCKED { return to_unmap_; }
+  void unmap_later(const std::shared_ptr<Client>& client) VT_LOCKED;
+  // Has every client of that list unmap what nothing needs. Returns the first refusal.
+  std::exception_ptr finish_unmapping(PoolLock& lock) noexcept VT_LOCKED;
   // `client` wants pages ahead: the mapper sees it when it next wakes, or wait_idle() wakes it.
   void want(const std::shared_ptr<Client>& client) VT_LOCKED;
   // `want` before clients that only look ahead: until it has its pages, they get what is left.
@@ -255,7 +255,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::uint64_t next_id_ VT_GUARDED = 1;
   std::unordered_set<Client*> clients_ VT_GUARDED;
   std::vector<std::weak_ptr<Shrinker>> shrinkers_ VT_GUARDED;
-  ClientList unsettled_ VT_GUARDED;
+  ClientList to_unmap_ VT_GUARDED;
   ClientList wanting_ VT_GUARDED;                           // the next to be served first
   ClientList cached_ VT_GUARDED;                            // oldest first
   std::map<RowShape, ClientList> cached_alike_ VT_GUARDED;  // of these, by shape; newest first

@@ -263,7 +263,7 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
     : pool_(pool), caller_(caller) {
   PoolLock lock(pool_);
   pool_->drain_ended();
-  pool_->settle_all(lock);  // what has died asleep needs no memory
+  pool_->finish_unmapping(lock);  // what has died asleep needs no memory
   try {
     for (Client* client : pool_->clients()) {
       if (std::find(numbers.begin(), numbers.end(), client->asleep.load()) != numbers.end())

@@ -67,7 +67,7 @@ void SleepImage::make_present(const char* operation, std::size_t offset, std::si
                 ": all stays asleep; give the contents up with wake(discard=True)");
 }
 
-void SleepImage::settle(const char* operation) {
+void SleepImage::flush(const char* operation) {
   if (!file_) return;
   while (fdatasync(file_->descriptor()) != 0) {
     if (errno != EINTR)
@@ -108,7 +108,7 @@ std::size_t SleepCopy::step() {
     }
     await_copies(*pool_, operation_, "a copy");
     if (direction_ == CopyDirection::out && part_ == parts_.size()) {
-      for (const auto& [number, image] : images_) image->settle(operation_);
+      for (const auto& [number, image] : images_) image->flush(operation_);
     }
   } catch (...) {
     // Copies that were launched before the refusal still use this memory.

@@ -32,7 +32,7 @@ class SleepImage {
                     CopyDirection direction);
   // Has what was copied to a file on the disk, and no more in memory than the system keeps of
   // files. Throws std::system_error.
-  void settle(const char* operation);
+  void flush(const char* operation);
 
  private:
   const HostMemory memory_;  // null if it is a file

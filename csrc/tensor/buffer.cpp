@@ -504,7 +504,7 @@ void Buffer::evict() {
   pool_->uncache(*this);
   release(Why::cached);
   if (busy_ || !pool_->looks_ahead()) return give_back_unused();
-  pool_->settle_later(shared_from_this());  // its fences cost driver calls
+  pool_->unmap_later(shared_from_this());  // its fences cost driver calls
 }
 
 void Buffer::keep_nothing() {
@@ -530,7 +530,7 @@ bool Buffer::reuse_cached(const Caller& caller) {
   pool_->uncache(*this);
   range_.set_why(cached(), Why::prefetched);
   ahead_changed();
-  if (!ready_after_.empty()) pool_->settle_later(shared_from_this());
+  if (!ready_after_.empty()) pool_->unmap_later(shared_from_this());
   ++pool_->counted.tensors_reused;
   return true;
 }

@@ -94,7 +94,7 @@ std::shared_ptr<Buffer> Buffer::share_rows(const Caller& caller, const RowShape&
     range_.event(trace::What::fork, extent_);
   } catch (...) {
     child->leave();
-    if (!child->settle(&lock)) pool_->settle_later(child);
+    if (!child->finish_unmapping(&lock)) pool_->unmap_later(child);
     throw;
   }
   return child;
@@ -185,7 +185,7 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
   pool_->await(lock, caller.operation, "the work that used the pages that were here",
                [&]() VT_LOCKED {
                  if (busy()) return false;
-                 settle(&lock);
+                 finish_unmapping(&lock);
                  if (refusal()) std::rethrow_exception(refusal());
                  return range_.count_mapped(indices) == 0;
                });

@@ -403,7 +403,7 @@ TEST_CASE_TEMPLATE("arenas and heaps", T, OnHost, OnSimulation) {
 }
 
 TEST_CASE_TEMPLATE("pools", T, OnHost, OnSimulation) {
-  each_allocation<T>("settle", [](Bench& bench) {
+  each_allocation<T>("finish_unmapping", [](Bench& bench) {
     const auto buffer = bench.buffer(40);
     bench.pool->driver().meter().fail_after(0);
     buffer->shrink_to({0, 3});  // whose unmapping is refused
