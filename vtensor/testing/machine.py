@@ -200,9 +200,7 @@ class TensorMachine(RuleBasedStateMachine):
     ) -> None:
         """Grows by `n` positions with the bytes `written`, or with positions that are not written yet."""
         before = t.length
-        # Mapped pages that also hold new positions may be copied.
-        new = t.memory.slots(t.front + t.length, t.front + t.length + n)
-        copies = len(new & self.mapped_slots(t)) * t.rows
+        copies = self.may_need_copies(t, n)
         wanted = t.memory.slots(t.front, t.front + t.length + n)
         moves = t.move and t.front + t.length + n > t.capacity
         missing = 0 if moves else len(wanted - self.mapped_slots(t)) * t.rows
@@ -210,12 +208,9 @@ class TensorMachine(RuleBasedStateMachine):
         free = stats.pages_free - stats.pages_over
         if n > t.room:
             facts = self.facts(t.pool)
-            try:
-                operation()
-            except vtensor.CapacityExceeded:
-                assert self.facts(t.pool) == facts
-                return
-            raise AssertionError("more positions than the capacity were granted")
+            self.must_exceed(operation)
+            assert self.facts(t.pool) == facts
+            return
         result = self.attempt(t.pool, operation, fail)
         if result is REFUSED:
             if fail is None and not moves:
@@ -229,6 +224,19 @@ class TensorMachine(RuleBasedStateMachine):
             self.settle_address(t)
         t.length = before + n
         self.look_at_new(t, before, written)
+
+    def must_exceed(self, operation: Callable[[], Any]) -> None:
+        """Asserts that the operation raises CapacityExceeded."""
+        try:
+            operation()
+        except vtensor.CapacityExceeded:
+            return
+        raise AssertionError("more positions than the capacity were granted")
+
+    def may_need_copies(self, t: ModelTensor, n: int) -> int:
+        """The most pages that growth by `n` may copy: mapped pages that also hold new positions."""
+        new = t.memory.slots(t.front + t.length, t.front + t.length + n)
+        return len(new & self.mapped_slots(t)) * t.rows
 
     def may_unshare(self, pool: vtensor.Pool, pages: int) -> bool:
         """Whether the budget has room for the pages that a write may copy. The kernel copies them unasked."""
