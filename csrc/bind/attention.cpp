@@ -230,8 +230,9 @@ nb::object cache_of(const Launch& launch, nb::handle tensor) {
   range.open->read([&](const SlotCache& of) {
     for (const auto& [row, positions] : *needed) {
       const std::size_t slot = rows->slot(row);
-      const std::int64_t tokens = rows->tokens(positions), has = of.length_here(slot, range.group);
-      if (tokens > has)
+      const std::int64_t tokens = rows->tokens(positions);
+      const std::size_t has = of.lengths().here(slot, of.buffers().group(range.group).band);
+      if (tokens > static_cast<std::int64_t>(has))
         refuse(launch.operation, tokens, " tokens of slot ", slot,
                " are to be read or written, step() has made ", has,
                " ready: call step(lengths) with those that are appended first, or pass fewer");

@@ -49,10 +49,6 @@ class SlotCache {
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   const SlotBuffers& buffers() const { return buffers_; }
   const SlotLengths& lengths() const { return *lengths_; }
-  // Positions of a slot that have pages in a row group.
-  std::int64_t length_here(std::size_t slot, std::size_t group) const {
-    return static_cast<std::int64_t>(lengths_->here(slot, buffers_.group(group).band));
-  }
   SlotSwaps& swaps() { return swaps_; }
   PrefixIndex& prefixes() { return prefixes_; }
   // The clients that hold the cache's pages.
