@@ -249,19 +249,22 @@ void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
   const std::vector<Interval> pages = pages_of(intervals);
   const PoolLock lock(pool_);
   work_.note(caller);
-  have_uses(pages);
-  std::optional<std::size_t> unused;
-  for (const Interval some : pages) {
-    for (std::size_t i = some.begin; i < some.end; ++i) {
-      if (uses_.reserved(i).blocks-- == 0 && !unused) unused = i;  // counted back below
+  const auto count_back = [this](std::size_t i) VT_LOCKED { ++uses_.reserved(i).blocks; };
+  for (std::size_t n = 0; n < pages.size(); ++n) {
+    for (std::size_t i = pages[n].begin; i < pages[n].end; ++i) {
+      if (uses_[i].blocks != 0) {
+        --uses_.reserved(i).blocks;
+        continue;
+      }
+      for (std::size_t back = pages[n].begin; back < i; ++back) count_back(back);
+      for (std::size_t m = 0; m < n; ++m) {
+        for (std::size_t back = pages[m].begin; back < pages[m].end; ++back) count_back(back);
+      }
+      throw InvalidArgument("[", caller.operation, "] page ", i,
+                            " is unmapped more often than it was mapped: nothing was changed");
     }
   }
-  if (!unused) return end_use(pages);
-  for (const Interval some : pages) {
-    for (std::size_t i = some.begin; i < some.end; ++i) ++uses_.reserved(i).blocks;
-  }
-  throw InvalidArgument("[", caller.operation, "] page ", *unused,
-                        " is unmapped more often than it was mapped: nothing was changed");
+  end_use(pages);
 }
 
 void Arena::unmap_mapped(const Caller& caller, Interval bytes) {
