@@ -362,7 +362,7 @@ TEST_CASE("ranges of two pools are no object that a reader takes") {  // I7
     const std::array ranges{writer.open_range(), second.open_range()};
     bool taken = true;
     try {
-      const RangeReaders readers(ranges, writer.open_memory(), 2, simulated());
+      const RangeReaders readers(ranges, writer.open_memory(), 2, simulated(kBytes, true));
     } catch (const InvalidArgument&) {
       taken = false;
     }
