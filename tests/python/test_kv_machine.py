@@ -66,26 +66,19 @@ class StreamMachine(machine("simcuda", "two sizes", prefetch=8 * PAGE, lookahead
     @rule(index=which, stream=which, percent=st.sampled_from([0, 50, 100]), call=st.integers(0, 2))
     def read_and_go_on(self, index: int, stream: int, percent: int, call: int) -> None:
         slot = self.slot(index)
-        request, read = self.requests[slot], self.read(slot, stream)
+        read = self.read(slot, stream)
         if call == 0:
             self.cache.record_stream(read)
         elif call == 1:
-            self.cache.free(slot, stream=read)
-            del self.requests[slot]
+            self.free(list(self.requests).index(slot), read)
         else:
-            length = len(request.values) * percent // 100
-            self.cache.truncate(slot, length, stream=read)
-            request.truncate(length)
+            self.truncate(index, percent, read)
 
     @precondition(lambda self: len(self.in_use()) >= 2)
     @rule(picks=st.lists(which, min_size=2, max_size=4), stream=which)
     def read_and_reorder(self, picks: list[int], stream: int) -> None:
-        slots = self.in_use()[: len(picks)]
-        sources = [slots[pick % len(slots)] for pick in picks[: len(slots)]]
-        (read,) = {self.read(slot, stream) for slot in slots}
-        held = {slot: self.requests.pop(slot) for slot in slots}
-        for slot, source in zip(self.cache.reorder(slots, sources, stream=read), sources, strict=True):
-            self.requests[slot] = held[source].copy()
+        (read,) = {self.read(slot, stream) for slot in self.in_use()[: len(picks)]}
+        self.reorder(picks, read)
 
     @rule()
     def drain(self) -> None:

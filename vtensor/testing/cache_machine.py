@@ -285,9 +285,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(index=which)
-    def free(self, index: int) -> None:
+    def free(self, index: int, stream: int | None = None) -> None:
         slot = list(self.requests)[index % len(self.requests)]
-        self.cache.free(slot)
+        self.cache.free(slot, stream=stream)
         del self.requests[slot]
         self.deferred.discard(slot)
 
@@ -300,12 +300,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.in_use())
     @rule(index=which, percent=st.integers(0, 100))
-    def truncate(self, index: int, percent: int) -> None:
+    def truncate(self, index: int, percent: int, stream: int | None = None) -> None:
         slot = self.slot(index)
         request = self.requests[slot]
         length = len(request.values) * percent // 100
         try:
-            self.cache.truncate(slot, length)
+            self.cache.truncate(slot, length, stream=stream)
         except vtensor.InvalidArgument:
             assert self.windows and length < len(request.values)
         else:
@@ -331,14 +331,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.in_use()) >= 2)
     @rule(picks=st.lists(which, min_size=2, max_size=_SLOTS))
-    def reorder(self, picks: list[int]) -> None:
+    def reorder(self, picks: list[int], stream: int | None = None) -> None:
         slots = self.in_use()[: len(picks)]
         sources = [slots[pick % len(slots)] for pick in picks[: len(slots)]]
         held = {slot: self.requests.pop(slot) for slot in slots}
         for slot in self.deferred.intersection(slots):
             self.cache.wait(slot)
             self.deferred.remove(slot)
-        for slot, source in zip(self.cache.reorder(slots, sources), sources, strict=True):
+        for slot, source in zip(self.cache.reorder(slots, sources, stream=stream), sources, strict=True):
             assert slot not in self.requests
             self.requests[slot] = held[source].copy()
 
