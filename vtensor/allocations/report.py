@@ -16,9 +16,19 @@ from vtensor.errors import VTensorError
 
 # In the order of the table; shown without their prefix.
 _CALLS = (
-    "cudaMalloc cudaFree cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemSetAccess cuMemAddressReserve "
-    "cuMemAddressFree mmap munmap fallocate"
-).split()
+    "cudaMalloc",
+    "cudaFree",
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "mmap",
+    "munmap",
+    "fallocate",
+)
 _MOST_POINTS = 2000  # on a curve
 
 

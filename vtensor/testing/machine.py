@@ -28,7 +28,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -53,10 +52,6 @@ REFUSED = object()
 
 MOST_TENSORS = 6
 MOST_VIEWS = 6
-
-_COUNTS = attrgetter(
-    *"pages_used pages_free pages_over pages_mapped pages_active pages_pinned nbytes_reserved tensors".split()
-)
 
 which = st.integers(0, 11)
 """A strategy for the index of a tensor or a view, for ``TensorMachine.tensor``."""
@@ -121,7 +116,18 @@ class TensorMachine(RuleBasedStateMachine):
 
     def facts(self, pool: vtensor.Pool) -> tuple[tuple[int, ...], list[Any]]:
         """The state that a refused operation must not change."""
-        return _COUNTS(pool.stats()), [
+        stats = pool.stats()
+        counts = (
+            stats.pages_used,
+            stats.pages_free,
+            stats.pages_over,
+            stats.pages_mapped,
+            stats.pages_active,
+            stats.pages_pinned,
+            stats.nbytes_reserved,
+            stats.tensors,
+        )
+        return counts, [
             (t.serial, t.actual.length, t.actual.capacity, t.actual.address, t.actual.shape, t.actual.closed)
             for t in self.tensors
         ]
