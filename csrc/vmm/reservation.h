@@ -138,7 +138,7 @@ class Reservation : public PageTable {
 
   // -- readers in other processes
 
-  // Shows them what is mapped, from now on, in `shared`, which has these addresses; null: in none.
+  // Shows them what is mapped, from now on, in `shared`, which has these addresses; null: nothing.
   void show_in(std::shared_ptr<SharedRange> shared) VT_LOCKED;
   // Shows them which pages are mapped there, if they may read the range.
   void show(const Run& run) VT_LOCKED;

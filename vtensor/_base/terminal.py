@@ -9,8 +9,8 @@ from contextlib import suppress
 
 
 class Progress:
-    """Prints progress to stderr: every second on one line of a terminal, every ten seconds elsewhere; there
-    not at all if ``shown`` is None."""
+    """Prints progress to stderr: every second on one line of a terminal, every ten seconds elsewhere.
+    ``shown`` is whether to print at all; None: on a terminal alone."""
 
     def __init__(self, shown: bool | None = True) -> None:
         self._terminal = False

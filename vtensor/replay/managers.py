@@ -92,7 +92,7 @@ class PagedCache(OneSample):
     def __init__(self, frames: int, max_batch: int, max_len: int, *, frame_tokens: int = 16) -> None:
         if frames < 1:
             raise InvalidArgument(
-                f"[{type(self).__name__}] memory for {frames} frames of {frame_tokens} tokens: give it more"
+                f"[PagedCache] memory for {frames} frames of {frame_tokens} tokens: give it more"
             )
         super().__init__(max_batch, max_len)
         self.frame_tokens = frame_tokens
@@ -181,6 +181,11 @@ class StaticCache(PagedCache):
 
     def __init__(self, tokens: int, max_batch: int, max_len: int) -> None:
         frames = tokens // max_len
+        if min(max_batch, frames) < 1:
+            raise InvalidArgument(
+                f"[StaticCache] one slot of {max_len} tokens, but memory for {tokens}: give it more, or "
+                "lower max_len"
+            )
         super().__init__(frames, min(max_batch, frames), max_len, frame_tokens=max_len)
 
     def step(self, lengths: Sequence[int]) -> bool:
