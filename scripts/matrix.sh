@@ -14,7 +14,7 @@
 # keep=yes leaves the environment in build/matrix; table=no prints the row only.
 source "$(dirname "$0")/lib.sh"
 
-CORE=(tensor torch_safety sharing arena heap adopt sleep kv_cache kv_swaps kv_bands attention_views sdpa
+CORE=(tensor torch_safety operators sharing arena heap adopt sleep kv_cache kv_swaps kv_bands attention_views sdpa
   flash_attention flash_lengths flex_attention state_machine kv_machine serving_engine sleep_served transformers_compile
   transformers_use)
 TABLE=docs/versions.md
