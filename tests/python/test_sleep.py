@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -177,6 +178,17 @@ def test_discarded_contents_are_zeros(scene):
     for t in (scene.t, scene.fork, scene.view, scene.layer.weight, scene.arena.tensor[PAGE : 3 * PAGE]):
         assert t.eq(0).all()
     assert scene.cache.alloc(PROMPT) in (0, 1) and scene.cache.lengths == [0] * 6  # no stale prefix
+
+
+def test_no_property_gives_a_view(pool):
+    t = vtensor.empty(4, 5, grow_dim=0, capacity=8, pool=pool)
+    pool.sleep(contents="host")
+    for name in dir(torch.Tensor):
+        if not callable(getattr(torch.Tensor, name, None)):
+            with contextlib.suppress(RuntimeError, AttributeError):
+                given = getattr(t, name)
+                assert not isinstance(given, torch.Tensor) or given.numel() == 0, name
+    t.close()
 
 
 def test_new_memory_shows_nothing_of_others(pool_factory, kind):

@@ -24,11 +24,12 @@ _METADATA_ONLY = frozenset(["as_strided_", "detach", "detach_", "resize_", "resi
 _WRITTEN_UNSAID = frozenset(["running_mean", "running_var"])
 
 
-# These read no element.
+# These read no element, and give none; nor do other properties than these.
 _NO_ELEMENT = frozenset(
-    "__get__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_contiguous "
+    "__len__ __repr__ data_ptr dim element_size get_device is_complex is_contiguous "
     "is_floating_point nelement ndimension numel size storage_offset stride untyped_storage".split()
 )
+_ELEMENTS = frozenset("__cuda_array_interface__ H T imag mH mT real".split())
 
 
 def name_of(func: Any) -> str:
@@ -61,8 +62,9 @@ class AsleepVTensor(VTensor):
         for tensor in _flat([args, kwargs or {}]):
             if not isinstance(tensor, AsleepVTensor):
                 continue
-            name = getattr(func, "__name__", str(func))
-            if tensor._core.asleep and name not in _NO_ELEMENT:
+            name = name_of(func)
+            is_property = getattr(func, "__name__", "") == "__get__"
+            if tensor._core.asleep and (name in _ELEMENTS if is_property else name not in _NO_ELEMENT):
                 raise Asleep(f"[{name}] the VTensor is asleep, without memory: call wake() of its pool first")
             tensor._core.wake(tensor)  # Pool.wake was interrupted before it set the tensor's class
         with torch._C.DisableTorchFunctionSubclass():
