@@ -164,15 +164,19 @@ struct Export {
 
 WithoutModes::WithoutModes() {
   const TorchBridge& torch = TorchBridge::get();
-  if (nb::cast<std::size_t>(call(torch.count_modes_, {})) == 0) return;
-  disabled_ = call(torch.disable_modes_, {});
-  disabled_.attr("__enter__")();
+  const auto any = [](nb::handle count) { return nb::cast<std::size_t>(call(count, {})) != 0; };
+  if (!any(torch.count_modes_) && !any(torch.count_transforms_)) return;
+  modes_ = call(torch.disable_modes_, {});
+  transforms_ = call(torch.disable_transforms_, {});
+  modes_.attr("__enter__")();
+  transforms_.attr("__enter__")();
 }
 
 WithoutModes::~WithoutModes() {
-  if (!disabled_.is_valid()) return;
+  if (!transforms_.is_valid()) return;
   const nb::error_scope pending;  // of the call that ended early
-  disabled_.attr("__exit__")(nb::none(), nb::none(), nb::none());
+  for (const nb::object& disabled : {transforms_, modes_})
+    disabled.attr("__exit__")(nb::none(), nb::none(), nb::none());
 }
 
 nb::object TorchBridge::storage_over(std::shared_ptr<void> owner, Device device, Address address,

@@ -44,8 +44,8 @@ struct TensorFacts {
 // Calls by vectorcall. Throws python_error.
 nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments);
 
-// A scope in which torch's calls are plain ones: FakeTensorMode and others like it would turn our
-// tensors into their own.
+// A scope in which torch's calls are plain ones: FakeTensorMode, torch.func and others like them
+// would turn our tensors into their own.
 class WithoutModes {
  public:
   WithoutModes();
@@ -53,7 +53,7 @@ class WithoutModes {
   WithoutModes& operator=(WithoutModes&&) = delete;
 
  private:
-  nb::object disabled_;
+  nb::object modes_, transforms_;  // disabled, if there are any
 };
 
 // torch's functions, looked up once.
@@ -125,6 +125,9 @@ class TorchBridge {
   const nb::object grad_enabled_ = torch_.attr("is_grad_enabled");
   const nb::object count_modes_ = torch_.attr("_C").attr("_len_torch_dispatch_stack");
   const nb::object disable_modes_ = torch_.attr("_C").attr("_DisableTorchDispatch");
+  const nb::object count_transforms_ =
+      torch_.attr("_C").attr("_functorch").attr("get_dynamic_layer_stack_depth");
+  const nb::object disable_transforms_ = torch_.attr("_C").attr("_DisableFuncTorch");
   // Attributes for storages of ours.
   const nb::object private_ =
       nb::module_::import_("vtensor._base.processes").attr("STORAGE_METHODS");

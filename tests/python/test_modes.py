@@ -10,6 +10,9 @@ import sys
 
 import pytest
 import torch
+from torch._C._functorch import _func_decrement_nesting, _func_increment_nesting
+from torch._functorch.eager_transforms import grad_increment_nesting, jvp_increment_nesting
+from torch._functorch.vmap import vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vtensor
 from support import received, run_snippet
 from vtensor import testing, together
+from vtensor._base.torch_modes import without_modes
 
 PAGE = 4096
 WIDTH = PAGE // 4  # int32 of a page
@@ -41,12 +45,24 @@ class Doubles(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def transformed():
+    """What runs inside functions that torch.func has transformed."""
+    with grad_increment_nesting(), vmap_increment_nesting(2, "error"), jvp_increment_nesting():
+        _func_increment_nesting(True)
+        try:
+            yield
+        finally:
+            _func_decrement_nesting()
+
+
 MODES = {
     "meta": lambda: torch.device("meta"),
     "fake": FakeTensorMode,
     "fake, real tensors allowed": lambda: FakeTensorMode(allow_non_fake_inputs=True),
     "a mode of functions": Meta,
     "a mode of operators": Doubles,
+    "transforms": transformed,
 }
 
 
@@ -79,7 +95,7 @@ class Walk:
 
     def note(self, name, t, *index):
         """The bytes of a part of a tensor, without the mode."""
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        with without_modes():
             part = t[index or ...].contiguous()
             self.seen.append((name, type(t).__name__, ctypes.string_at(part.data_ptr(), part.nbytes)))
 

@@ -59,7 +59,8 @@ def items(operation: str, name: str, value: Any, wanted: str) -> list[Any]:
             raise InvalidArgument(
                 f"[{operation}] {name} is a {type(value).__name__} without memory: give {wanted}"
             )
-        with torch._C._DisableTorchDispatch():  # of FakeTensorMode, which reads no tensor
+        # Of FakeTensorMode, which reads no tensor, and of vmap.
+        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
             value = value.tolist()
     unordered = isinstance(value, (str, bytes, Mapping, Set))
     try:

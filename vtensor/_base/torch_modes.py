@@ -1,4 +1,4 @@
-"""Torch's modes, such as FakeTensorMode, and tensors of our own that they must not touch."""
+"""Torch's modes, such as FakeTensorMode and vmap, and tensors of our own that they must not touch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import torch
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _count_function_modes = torch._C._len_torch_function_stack
+_count_transforms = torch._C._functorch.get_dynamic_layer_stack_depth  # of torch.func
 _NOTHING = contextlib.nullcontext()  # holds no state: an interrupt before its end leaves none behind
 
 
 def without_modes() -> contextlib.AbstractContextManager[None]:
     """A context in which torch makes plain tensors that hold memory, outside inference mode.
 
-    Tensors of our own are made in it: a fake tensor has no memory, and an inference tensor cannot be resized
-    later. csrc/bind/torch_bridge.h has the same for the core.
+    Tensors of our own are made in it: a fake tensor and torch.func's have no memory, and an inference tensor
+    cannot be resized later. csrc/bind/torch_bridge.h has the same for the core.
     """
-    if _count_dispatch_modes() or _count_function_modes() or torch.is_inference_mode_enabled():
-        return _outside_modes()
-    return _NOTHING
+    modes = _count_dispatch_modes() or _count_function_modes() or _count_transforms()
+    return _outside_modes() if modes or torch.is_inference_mode_enabled() else _NOTHING
 
 
 @contextlib.contextmanager
 def _outside_modes() -> Iterator[None]:
-    with torch.inference_mode(False), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+        with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
+            yield
 
 
 def empty_bytes(nbytes: int, pinned: bool) -> torch.Tensor:

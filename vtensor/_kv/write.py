@@ -124,7 +124,8 @@ def store(
     places: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """Copies checked states to their places; ``places`` has these, unless there is one run."""
-    with torch._C._DisableTorchDispatch():  # of FakeTensorMode, which copies nothing
+    # Of FakeTensorMode, which copies nothing, and of torch.func, which writes only to tensors of its own.
+    with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
         if places is not None:
             slots, positions = places
             if whole.element_size() == 1:  # torch writes bytes to several places, and not every type of one
