@@ -345,7 +345,7 @@ class Pool(Closes, Drawn):
         read as zeros, and a write to them ends the process; on CUDA kernels that touch them fault. So the
         modules and optimizers that :func:`vtensor.adopt` moved refuse their forward pass, their step and
         their state dicts meanwhile. Nothing refuses a read of ``module.weight`` itself, or a forward pass
-        that ``torch.compile`` has compiled.
+        that ``torch.compile`` or ``torch.jit.script`` has compiled.
 
         Until :meth:`wake`, operations on tensors, caches and arenas raise :class:`vtensor.Asleep`, and so do
         torch's on a VTensor. Cached and prefetched pages go too, and so do the prefixes that a cache keeps

@@ -112,6 +112,19 @@ class Subclass(torch.Tensor):
     pass
 
 
+def freed(t: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """As FSDP does with what it has sharded."""
+    t.untyped_storage().resize_(nbytes)
+    return t
+
+
+def wrapped(transform) -> torch.Tensor:
+    """What a function that was transformed sees."""
+    seen = []
+    transform(lambda x: (seen.append(x), x.sum())[1])(torch.ones(3))
+    return seen[0]
+
+
 UNFIT = [
     ("meta", torch.empty(3, device="meta"), "to_empty"),
     ("sparse", torch.eye(3).to_sparse(), "layout"),
@@ -120,6 +133,11 @@ UNFIT = [
     ("conjugated", torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
     ("shared", torch.ones(3).share_memory_(), "shared memory"),
     ("inference", torch.inference_mode()(torch.ones)(3), "made in inference mode"),
+    ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+    ("freed", freed(torch.ones(3), 0), "no memory"),
+    ("freed in part", freed(torch.ones(3), 8), "no memory"),
+    ("vmap", wrapped(torch.vmap), "torch.func"),
+    ("grad", wrapped(torch.func.grad), "torch.func"),
 ]
 
 
@@ -263,6 +281,46 @@ def test_what_sleeps_refuses_its_work(pool, tmp_path):
         hooks = (module._forward_pre_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks)
         assert not any(hooks)
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_state_dict_pre_hooks
+    pool.close()
+
+
+class Remembers(torch.optim.Optimizer):
+    """Its state of a parameter is one tensor, and no dict of them."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = p.grad + self.state.get(p, 0)
+
+
+def test_the_state_of_an_optimizer_need_not_be_a_dict(pool):
+    model = torch.nn.Linear(3, 3, bias=False)
+    optimizer = Remembers(model.parameters(), {})
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    assert vtensor.adopt(optimizer, pool, tag="optimizer") == 36
+    assert pool.sleep(contents="host") and optimizer.state[model.weight].shape == (3, 3)
+    with pytest.raises(vtensor.Asleep):
+        optimizer.step()
+    pool.wake()
+    optimizer.step()
+    assert optimizer.state[model.weight].eq(2).all()
+    optimizer.state.clear()
+    pool.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_sleeps_and_wakes(pool):
+    """It takes no hooks, so only a module that it is a part of refuses its work."""
+    scripted = torch.jit.script(torch.nn.Linear(3, 3))
+    whole = torch.nn.Sequential(scripted)
+    before = whole(torch.ones(3))
+    vtensor.adopt(whole, pool)
+    pool.sleep(contents="host")
+    with pytest.raises(vtensor.Asleep):
+        whole(torch.ones(3))
+    pool.wake()
+    assert torch.equal(whole(torch.ones(3)), before)
+    del whole, scripted
     pool.close()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 
 import torch
+from torch.jit._script import RecursiveScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from vtensor import _core
@@ -43,7 +44,9 @@ class Adopted:
 
     def refuse(self) -> None:
         """Has them raise Asleep if one of their tensors sleeps, until :meth:`let_go`."""
-        modules = list(chain.from_iterable(module.modules() for module in members(self._modules)))
+        every = chain.from_iterable(module.modules() for module in members(self._modules))
+        # Scripted modules take no hooks.
+        modules = [module for module in every if not isinstance(module, RecursiveScriptModule)]
         optimizers = members(_optimizers)
         steps = [optimizer.register_step_pre_hook for optimizer in optimizers]
         registers: list[Callable[..., RemovableHandle]] = []
@@ -96,6 +99,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tor
     Others, such as Adam's step count for a parameter on a device, have to stay where they are.
     """
     for i, p in enumerate(parameters_of(optimizer)):
-        for name, value in optimizer.state.get(p, {}).items():
+        state = optimizer.state.get(p)
+        for name, value in state.items() if isinstance(state, dict) else [("state", state)]:
             if isinstance(value, torch.Tensor) and value.device == p.device:
                 yield f"{name} of parameter {i}", value

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import of_type, tag_of
+from vtensor._base.arguments import has_memory, of_type, tag_of
 from vtensor._base.terminal import Progress
 from vtensor._base.torch_modes import whole_storage, without_modes
 from vtensor._pool.adopted import gradients_of, optimizer_state, parameters_of, raise_if_asleep
@@ -110,8 +110,9 @@ def adopt(
         The bytes moved.
 
     Raises:
-        InvalidArgument: a tensor on the meta device, in shared memory, sparse, quantized, made in inference
-            mode, lazily conjugated or negated, or of a class other than ``Parameter`` and ``Tensor``.
+        InvalidArgument: a tensor without memory, in shared memory, sparse, nested, quantized, made in
+            inference mode, lazily conjugated or negated, or of a class other than ``Parameter`` and
+            ``Tensor``.
         Asleep: a tensor lies in memory that sleeps, or what the optimizer's step reads; or the memory of
             this tag sleeps.
         OutOfPages: the pool has no memory for all of it.
@@ -180,8 +181,8 @@ def _tensors_of(what: object) -> list[torch.Tensor]:
 
 def _named(what: object) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(what, torch.nn.Module):
-        yield from what.named_parameters(remove_duplicate=False)
-        yield from what.named_buffers(remove_duplicate=False)
+        yield from what.named_parameters()
+        yield from what.named_buffers()
     elif isinstance(what, torch.optim.Optimizer):
         yield from optimizer_state(what)
     elif isinstance(what, Iterable) and not isinstance(what, (torch.Tensor, str, bytes)):
@@ -203,17 +204,27 @@ def _unfit(t: torch.Tensor) -> str | None:
         return "is on the meta device and has no contents: materialise the module first, with to_empty()"
     if t.layout != torch.strided:
         return f"has the layout {t.layout}: only strided tensors can be moved"
+    if t.is_nested:
+        return "is nested: only tensors of one shape can be moved"
     if t.is_inference():
         return (
             "was made in inference mode, and torch moves no such tensor: make it outside, or take a clone()"
         )
     if t.is_quantized:
         return "is quantized: dequantize it first"
+    if not has_memory(t) or _end(t) > t.untyped_storage().nbytes():
+        return "has no memory: it is a wrapper of torch.func, or its storage was freed"
     if t.is_conj() or t.is_neg():
         return "is lazily conjugated or negated: call resolve_conj() and resolve_neg() first"
     if t.device.type == "cpu" and t.is_shared():
         return "lies in shared memory, where other processes would no longer see it change"
     return None
+
+
+def _end(t: torch.Tensor) -> int:
+    """Bytes that the storage of ``t`` needs."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (int(t.storage_offset()) + last + 1) * t.itemsize if t.numel() else 0
 
 
 def heaps_of(module: torch.nn.Module) -> list[Heap]:
