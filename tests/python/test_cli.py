@@ -174,6 +174,22 @@ def test_no_standard_output_at_all(tmp_path: Path) -> None:
     assert (ended.code, ended.err) == (0, "")
 
 
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    ended = run_process("sh", "-c", f'exec "{sys.executable}" -m vtensor --help >/dev/full', timeout=60)
+    assert (ended.code, ended.err) == (1, "error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_names_that_the_output_cannot_encode_are_escaped(encoding: str, tmp_path: Path) -> None:
+    trace = tmp_path / "\xe4\udcff.csv"
+    trace.write_text("event,id,bytes,stream\nalloc,1,512,0\n")
+    command = [sys.executable, "-m", "vtensor", "replay-allocations", trace, "--allocator", "native"]
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": f"{encoding}:strict"}
+    ended = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert "\xe4\udcff.csv".encode(encoding, "backslashreplace") in ended.stdout
+
+
 def test_interrupted_while_torch_is_imported(tmp_path: Path) -> None:
     def is_interrupted() -> bool:
         process = start("info", cwd=tmp_path)

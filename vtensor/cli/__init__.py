@@ -36,10 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         tell("stopped\n")
         return starting.INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:  # of the output: its reader has gone, or its disk is full
         # The interpreter flushes again when it ends, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+        if isinstance(error, BrokenPipeError):
+            return PIPE_CLOSED
+        tell(f"error: {error}\n")
+        return 1
     except VTensorError as error:
         tell(f"error: {error}\n")
         return 2 if isinstance(error, InvalidArgument) else 1
