@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vtensor import _core
+from vtensor._base.arguments import items
 from vtensor.errors import InvalidArgument
 from vtensor.tensor import TensorCore, VTensor
 
@@ -31,12 +32,15 @@ def reindex(
     Raises:
         InvalidArgument, OutOfPages, DriverError: as for ``VTensor.reindex``. Nothing was changed.
     """
-    tensors, indices = list(tensors), list(indices)
+    tensors = items("together.reindex", "tensors", tensors, "a sequence of VTensors")
+    indices = items("together.reindex", "indices", indices, "an index for each tensor")
     if len(tensors) != len(indices):
         raise InvalidArgument(
             f"[together.reindex] {len(tensors)} tensors and {len(indices)} indices: give one for each"
         )
     cores = [_core_of("together.reindex", tensor) for tensor in tensors]
+    if len(set(map(id, cores))) < len(cores):
+        raise InvalidArgument("[together.reindex] a tensor is named twice: give each once")
     _core.reindex(cores, tensors, indices, list(states))
 
 

@@ -212,15 +212,16 @@ class BlocksCore {
 }  // namespace
 
 void bind_arena(nb::module_& module) {
+  const auto intervals = "intervals"_a.none(), numbers = "numbers"_a.none();
   const auto no_stream = "stream"_a = nb::none();
   nb::class_<ArenaCore>(module, "ArenaCore")
       .def(nb::init<const std::shared_ptr<PagePool>&, std::size_t, bool>(), "pool"_a, "nbytes"_a,
            "zeros"_a)
-      .def("map", &ArenaCore::map, "intervals"_a)
-      .def("unmap", &ArenaCore::unmap, "intervals"_a, no_stream)
-      .def("prepare", &ArenaCore::prepare, "intervals"_a)
+      .def("map", &ArenaCore::map, intervals)
+      .def("unmap", &ArenaCore::unmap, intervals, no_stream)
+      .def("prepare", &ArenaCore::prepare, intervals)
       .def("trim", &ArenaCore::trim, "intervals"_a = nb::none())
-      .def("holds", &ArenaCore::holds, "intervals"_a)
+      .def("holds", &ArenaCore::holds, intervals)
       .def("record_stream", &ArenaCore::record_stream, no_stream)
       .def("open_for_readers", &ArenaCore::open_for_readers)
       .def("storage", &ArenaCore::storage)
@@ -233,13 +234,13 @@ void bind_arena(nb::module_& module) {
   nb::class_<BlocksCore>(module, "BlocksCore")
       .def(nb::init<ArenaCore&, std::size_t, const std::vector<Blocks::Part>&>(),
            nb::keep_alive<1, 2>(), "arena"_a, "count"_a, "parts"_a)
-      .def("hold", &BlocksCore::hold, "numbers"_a)
-      .def("prepare", &BlocksCore::prepare, "numbers"_a)
-      .def("release", &BlocksCore::release, "numbers"_a, no_stream)
+      .def("hold", &BlocksCore::hold, numbers)
+      .def("prepare", &BlocksCore::prepare, numbers)
+      .def("release", &BlocksCore::release, numbers, no_stream)
       .def("begin_step", &BlocksCore::begin_step)
       .def("end_step", &BlocksCore::end_step, no_stream)
-      .def("whole", &BlocksCore::whole, "numbers"_a)
-      .def("trim", &BlocksCore::trim, "numbers"_a)
+      .def("whole", &BlocksCore::whole, numbers)
+      .def("trim", &BlocksCore::trim, numbers)
       .def_prop_ro("mapped", &BlocksCore::mapped);
 }
 

@@ -45,6 +45,8 @@ rows.reindex(<torch.tensor([True, False]) | [True, False] | (False, True)>) -> g
 rows.reindex(torch.ones(1, device='meta', dtype=torch.int)) -> index is a Tensor without memory
 vtensor.together.reindex([<torch.ones(2, 3) | cache>], [[0]]) -> give a VTensor
 vtensor.together.reserve(<torch.ones(2, 3) | cache>, 3) -> give a VTensor
+vtensor.together.reindex([rows, rows], [[0], [0]]) -> named twice
+vtensor.together.reindex(<5, [[0]] | [rows], 6 | None, []>) -> [together.reindex]
 vtensor.together.reindex([rows, floats], <[[1, 0]] | [[1, 0]] * 3>) -> 2 tensors and
 t.append(NO_TENSOR)
 floats.append(torch.ones(<2, 1, 5, 6 | 1, 1, 5, 7 | 2, 5, 7 | 2, 1, 5, 7, 1 | () | 35>)) -> (2, 3, 5, 7)
@@ -118,7 +120,7 @@ arena.<map | unmap | prepare>([(0, 1, 2)]) -> ends
 arena.<map | unmap | prepare>([<(5, 3) | (-1, 3) | (0, 9 * 4096) | (0, 2**70)>]) -> not in the arena
 arena.<map | unmap | prepare>([(0, 1.5)]) -> float: give an integer
 arena.<map | unmap | prepare>([3]) -> int: give pairs of bytes
-arena.<map | unmap | prepare>(3) -> intervals is a int
+arena.<map | unmap | prepare | holds>(<3 | None>) -> intervals is a
 arena.unmap(<[(0, 5000)] | [(0, 9), (4096, 5000)] | [(0, 9)] * 3>) -> more often than it was mapped: nothing
 vtensor.Arena(<0 | -1 | 2**47 | 2**70>, pool=pool)
 vtensor.Arena(4096, pool=1) -> pool is a int: give a Pool
@@ -130,7 +132,7 @@ vtensor.Blocks(arena, 2, [(0, 1, 2.5)]) -> parts is a float: give an integer
 vtensor.Blocks(arena, 10**13, [(0, 0, 1)]) -> TiB of host memory for its tables
 vtensor.Blocks(arena, <0, [(0, 1, 1)] | 4, [] | 9, [(0, 4096, 4096)] | 2**40, [(0, 2**40, 1)]>)
 vtensor.Blocks(arena, 4, [(<0, 4096, 0 | 1, 10000, 10000 | 0, 2**61, 1 | 0, 1 | -1, 1, 1 | 0, 1, 2**70>)])
-blocks.<hold | prepare | release | whole | trim>(<[4] | [0, -1] | ['0'] | [1.5] | 3>) -> [Blocks.
+blocks.<hold | prepare | release | whole | trim>(<[4] | [0, -1] | ['0'] | [1.5] | 3 | None>) -> [Blocks.
 blocks.end_step() -> begin_step
 --- making caches
 cache_of(<num_layers | num_kv_heads | max_batch | max_len | layer_group | tile | bands>=<SIZE>)

@@ -36,7 +36,7 @@ def test_refused_for_one_changes_none(pool):
         ([b], [3], "out of range"),
         ([b], [], "empty"),
         ([closed], [0], "closed"),
-        ([a], [0], "inside another operation"),
+        ([a], [0], "named twice"),
     ):
         with pytest.raises(vtensor.VTensorError, match=says):
             together.reindex([a, *others], [[1, 0, 0], *[index for _ in others]], [(state, {"x": 1})])
