@@ -9,11 +9,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from operator import call
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
 
@@ -27,6 +27,8 @@ from vtensor._pool.adopted import Adopted
 from vtensor._pool.closed import ClosedPool
 from vtensor._pool.sleep import Image, Sleeper, contents_of, fall_asleep, wake
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
+
+T = TypeVar("T")
 
 _PREFETCH = 64 << 20
 _CLOSE_SECONDS = 10.0
@@ -209,7 +211,7 @@ class Pool(Closes, Drawn):
         self._tensors: weakref.WeakValueDictionary[int, _Tensor] = weakref.WeakValueDictionary()
         self._heaps: dict[str, Heap] = {}
         self._asleep: list[Image] = []
-        self._sleep_lock = threading.Lock()
+        self._sleep_lock = threading.RLock()  # reentrant: a signal handler may ask while memory falls asleep
         self._closed = False
         # Pages that freed tensors left cached would keep the pool alive without an owner.
         self._retired = weakref.finalize(self, _retire, core)
@@ -674,6 +676,20 @@ def pool_of(operation: str, pool: Pool | None, device: torch.device | str | int 
 def open_pools() -> list[Pool]:
     """The pools of this process that were not collected."""
     return members(_pools)
+
+
+def while_awake(work: Callable[[], T]) -> T:
+    """Does ``work``. Meanwhile no other thread puts memory of a pool to sleep, or wakes it."""
+    locks = [pool._sleep_lock for pool in sorted(open_pools(), key=id) if not pool.closed]
+    return _holding(locks, work)
+
+
+def _holding(locks: Sequence[AbstractContextManager[object]], work: Callable[[], T]) -> T:
+    """By a ``with`` for each, which nothing interrupts on its way out (I17)."""
+    if not locks:
+        return work()
+    with locks[0]:
+        return _holding(locks[1:], work)
 
 
 @atexit.register

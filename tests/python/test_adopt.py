@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -322,6 +324,32 @@ def test_a_scripted_module_sleeps_and_wakes(pool):
     assert torch.equal(whole(torch.ones(3)), before)
     del whole, scripted
     pool.close()
+
+
+def test_what_is_being_copied_falls_asleep_only_after(pool, pool_factory, kind, monkeypatch):
+    """Neither what is read nor what is written: other threads wait."""
+    other = pool_factory(kind, 64)
+    model = torch.nn.Linear(20, 20, bias=False)
+    vtensor.adopt(model, pool)
+    kept = model.weight.detach().clone()
+
+    def copy_beside_sleeps(new, storage, copy=vtensor._torch.memory._copy):
+        for thread in threads:
+            thread.start()
+            thread.join(0.1)
+            assert thread.is_alive()
+        yield from copy(new, storage)
+
+    threads = [Thread(target=one.sleep, kwargs={"contents": "host"}) for one in (pool, other)]
+    monkeypatch.setattr("vtensor._torch.memory._copy", copy_beside_sleeps)
+    vtensor.adopt(model, other)
+    for thread in threads:
+        thread.join()
+    assert other.stats().nbytes_asleep > 0
+    other.wake()
+    assert torch.equal(model.weight, kept)
+    del model
+    other.close(), pool.close()
 
 
 def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind, monkeypatch):

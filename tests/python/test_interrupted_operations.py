@@ -4,6 +4,7 @@ before it or as after it, can be used and closed, and leaks nothing (I14)."""
 from __future__ import annotations
 
 import contextlib
+from threading import Thread
 
 import pytest
 import torch
@@ -137,6 +138,24 @@ def test_a_heap_that_was_entered(pool_factory, kind):
         assert allocate(100) is None
 
     assert at_every_bytecode(lambda: entered(heap), enter, check) > 0
+
+
+def test_a_module_that_is_adopted(pool_factory, kind):
+    """Other threads may put it to sleep then: no lock is left behind."""
+
+    def make():
+        return pool_factory(kind, 64), torch.nn.Linear(3, 3)
+
+    def check(made, outcome):
+        pool = made[0]
+        thread = Thread(target=pool.sleep, kwargs={"contents": "discard"}, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+        pool.close()
+
+    adopted = at_every_bytecode(make, lambda made: vtensor.adopt(made[1], made[0]), check, each=place)
+    assert adopted > 0
 
 
 def test_a_pool_that_is_closed(pool_factory, kind):

@@ -263,6 +263,20 @@ def test_a_write_to_a_view_while_contents_are_saved_is_not_lost(pool_factory, mo
     testing.check_invariants(pool)
 
 
+def test_a_signal_handler_may_ask_while_memory_falls_asleep(scene, monkeypatch):
+    def copy_and_ask(copy, doing, own=vtensor._pool.sleep._copy):
+        assert scene.pool.sleep(contents="discard") == 0  # all of it sleeps, or is on its way
+        if doing == "Pool.sleep":
+            scene.pool.wake()  # nothing of it sleeps yet
+        own(copy, doing)
+
+    monkeypatch.setattr("vtensor._pool.sleep._copy", copy_and_ask)
+    scene.pool.sleep(contents="host")
+    scene.check_asleep()
+    scene.pool.wake()
+    scene.check()
+
+
 def test_what_dies_asleep_gives_its_pages_up(scene):
     pool = scene.pool
     pool.sleep(contents="host")

@@ -14,9 +14,9 @@ from vtensor import _core
 from vtensor._base.arguments import has_memory, of_type, tag_of
 from vtensor._base.terminal import Progress
 from vtensor._base.torch_modes import whole_storage, without_modes
-from vtensor._pool.adopted import gradients_of, optimizer_state, parameters_of, raise_if_asleep
+from vtensor._pool.adopted import Owner, gradients_of, optimizer_state, parameters_of, raise_if_asleep
 from vtensor.errors import InvalidArgument, VTensorError
-from vtensor.pool import Heap, Pool, default_pool, open_pools
+from vtensor.pool import Heap, Pool, default_pool, open_pools, while_awake
 from vtensor.tensor import VTensor
 
 if TYPE_CHECKING:
@@ -122,10 +122,12 @@ def adopt(
     tensors = _tensors_of(what)
     pool = default_pool() if pool is None else of_type("adopt", "pool", pool, Pool)
     heap = pool._heap("adopt", tag_of("adopt", tag))
-    device = pool._tensor_device
-    storages: dict[int, torch.UntypedStorage] = {}
-    for t in tensors:
-        storages[_key(t)] = t.untyped_storage()
+    owner = what if isinstance(what, (torch.nn.Module, torch.optim.Optimizer)) else None
+    return while_awake(lambda: _move(tensors, heap, pool._tensor_device, owner))
+
+
+def _move(tensors: list[torch.Tensor], heap: Heap, device: torch.device, owner: Owner | None) -> int:
+    storages = {_key(t): t.untyped_storage() for t in tensors}
     nbytes = sum(storage.nbytes() for storage in storages.values())
     with without_modes():
         moved: dict[int, Any] = {}
@@ -138,7 +140,7 @@ def adopt(
                     done += copied
                     show(f"adopt: {done:,} of {nbytes:,} bytes")
         for t in tensors:
-            raise_if_asleep("adopt", "a tensor that is being copied", t)  # another thread may have begun
+            raise_if_asleep("adopt", "a tensor that is being copied", t)  # since it was checked
         old = [t.data for t in tensors]
         new_data = [_over(moved[_key(t)], t) for t in tensors]
         leaves = (t for t in tensors if t.is_leaf)  # torch warns of the gradients of others
@@ -146,8 +148,8 @@ def adopt(
         old += [grad.data for grad in grads]
         new_data += [grad.data.to(device) for grad in grads]
         targets = tensors + grads
-        if isinstance(what, (torch.nn.Module, torch.optim.Optimizer)):
-            heap.adopted.add(what)
+        if owner is not None:
+            heap.adopted.add(owner)
         try:
             _set_data(targets, new_data)
         except BaseException:
