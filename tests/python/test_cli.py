@@ -271,12 +271,14 @@ def test_demo_without_its_libraries(monkeypatch, capsys) -> None:
     assert "pip install 'vtensor[demo]'" in capsys.readouterr().err
 
 
-def test_an_error_of_vtensor_is_one_line(monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("error", [vtensor.OutOfPages, OSError])
+def test_an_error_is_one_line(monkeypatch, capfd, error) -> None:
     from vtensor.cli import info
 
     def refuse(pool):
-        raise vtensor.OutOfPages("[Pool] no page: free some")
+        raise error("[Pool] no page: free some")
 
     monkeypatch.setattr(info, "self_test", refuse)
     assert main(["info"]) == 1
-    assert capsys.readouterr().err == "error: [Pool] no page: free some\n"
+    print("more", flush=True)
+    assert capfd.readouterr() == ("more\n", "error: [Pool] no page: free some\n")

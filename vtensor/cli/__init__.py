@@ -36,9 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         tell("stopped\n")
         return starting.INTERRUPTED
-    except OSError as error:  # of the output: its reader has gone, or its disk is full
-        # The interpreter flushes again when it ends, and would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        try:
+            print(end="", flush=True)
+        except OSError:  # the interpreter flushes again when it ends, and would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return PIPE_CLOSED
         tell(f"error: {error}\n")
