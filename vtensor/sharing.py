@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
@@ -192,8 +191,7 @@ class Reader(VTensor):
         """Work launched in ``stream`` reads the tensor: pages are unmapped after it, in :meth:`sync` and
         :meth:`close`. The stream that is current at a :meth:`sync` counts without this. Nothing on the host.
         """
-        handle = stream_handle("Reader.record_stream", stream)
-        if handle is None:
+        if (handle := stream_handle("Reader.record_stream", stream)) is None:
             raise InvalidArgument("[Reader.record_stream] stream is None: name one")
         ReaderCore.record_stream(self._core, handle)
 
@@ -297,15 +295,20 @@ _Sent = list[Any]  # descriptors of the pool's memory, and of each range, by mul
 
 def _send(files: _core.ReaderFiles) -> _Sent:
     sent = [reduction.DupFd(descriptor) for descriptor in files.descriptors]
-    child = context.get_spawning_popen()
-    if child is not None:
+    if (child := context.get_spawning_popen()) is not None:
         weakref.finalize(child, files.close)  # the child gets these very ones, when it starts
     return sent
 
 
 def _receive(sent: _Sent, words: int) -> ReaderCore:
     files = _core.ReaderFiles()
-    deque(map(files.take, map(methodcaller("detach"), sent)), maxlen=0)  # in one call of C (I17)
+    try:
+        list(map(files.take, map(methodcaller("detach"), sent)))  # in one call of C (I17)
+    except (OSError, EOFError, RuntimeError) as error:  # a loop that receives would take EOFError for its end
+        raise VTensorError(
+            f"[reader] the memory did not arrive ({error!r}): receive once what was sent, while its sender "
+            "lives, and raise the limit on descriptors (ulimit -n)"
+        ) from None
     return ReaderCore(files, words, cuda_library)
 
 
@@ -372,9 +375,11 @@ class ObjectReader(Closes):
         tensors = f"{len(self._tensors)} tensor{'s' * (len(self._tensors) != 1)}"
         return f"<{type(self).__name__} of {tensors}, {byte_text(mapped)} of another process mapped>"
 
-    def _require_open(self) -> None:
+    @property
+    def _shown(self) -> dict[Any, torch.Tensor]:
         if self.closed:
             raise Closed(f"[{type(self).__name__}] the reader is closed: receive the object again")
+        return self._tensors
 
 
 class ArenaReader(ObjectReader):
@@ -383,8 +388,7 @@ class ArenaReader(ObjectReader):
     @property
     def tensor(self) -> torch.Tensor:
         """The range as a ``uint8`` tensor ``[nbytes]``. On the host, unmapped blocks read as zeros."""
-        self._require_open()
-        return self._tensors["tensor"]
+        return self._shown["tensor"]
 
 
 class ModuleReader(ObjectReader):
@@ -393,8 +397,7 @@ class ModuleReader(ObjectReader):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, as ``load_state_dict(..., assign=True)`` takes them: those of the
         module's own ``state_dict()``, so none that is not persistent, and no extra state."""
-        self._require_open()
-        return dict(self._tensors)
+        return dict(self._shown)
 
 
 class CacheReader(ObjectReader):
@@ -409,8 +412,8 @@ class CacheReader(ObjectReader):
 
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K and V of a layer, in the shape that ``cache[layer]`` has in the writer; V is None without V."""
-        self._require_open()
-        layers = [(k, self._tensors.get((n, "v"))) for (n, side), k in self._tensors.items() if side == "k"]
+        shown = self._shown
+        layers = [(k, shown.get((n, "v"))) for (n, side), k in shown.items() if side == "k"]
         try:
             return layers[layer]
         except IndexError:  # it ends a loop over the layers

@@ -561,6 +561,18 @@ def test_a_tensor_that_does_not_lie_in_its_range_is_refused(pool):
     core.close()
 
 
+@on_the_host
+def test_what_comes_after_the_end_of_its_sender_is_refused(kind, short_lived):
+    sender = short_lived()
+    tensor = "vtensor.zeros(4, 8, grow_dim=0, capacity=9, pool=vtensor.Pool('cpu', shareable=True))"
+    sent = sender.evaluate(f"bytes(sharing.reduction.ForkingPickler.dumps({tensor}))")
+    sender.kill()
+    files = open_files()
+    with pytest.raises(vtensor.VTensorError, match="did not arrive .* while its sender lives"):
+        pickle.loads(sent)
+    assert open_files() == files
+
+
 def test_readers_have_a_bound(pool):
     t = rows(pool, 10)
     readers = []
