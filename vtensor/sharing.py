@@ -368,17 +368,16 @@ class ObjectReader(Closes):
         ReaderCore.close(self._core)
 
     def __repr__(self) -> str:
-        if self.closed:
-            return f"<{type(self).__name__}, closed>"
         core = self._core
+        if core.closed or core.left_behind:
+            return f"<{type(self).__name__}{', closed' if core.closed else ' of the parent process'}>"
         mapped = sum(map(core.mapped, range(core.ranges))) * core.page_size
         tensors = f"{len(self._tensors)} tensor{'s' * (len(self._tensors) != 1)}"
         return f"<{type(self).__name__} of {tensors}, {byte_text(mapped)} of another process mapped>"
 
     @property
     def _shown(self) -> dict[Any, torch.Tensor]:
-        if self.closed:
-            raise Closed(f"[{type(self).__name__}] the reader is closed: receive the object again")
+        ReaderCore.require_open(self._core)
         return self._tensors
 
 

@@ -76,6 +76,9 @@ class ReaderCore {
     without_gil([&] { last.reset(); });
   }
   bool closed() const { return readers_ == nullptr; }
+  // Whether a forked child has it of its parent.
+  bool left_behind() const { return readers_ && readers_->left_behind(); }
+  void require_open() const { open(); }
   std::size_t ranges() const { return closed() ? 0 : readers_->size(); }
   std::vector<std::uint64_t> words() {
     const auto lock = begin();
@@ -103,15 +106,16 @@ class ReaderCore {
   CallMeter& meter() const { return open().memory().driver().meter(); }
 
  private:
-  // One operation at a time. Refused for what a forked child has of its parent.
+  // One operation at a time.
   std::unique_lock<OperationMutex> begin() {
-    if (readers_ && readers_->left_behind()) refuse_in_forked_child("reader");
+    if (!closed()) open();  // a thread of the parent may have had the mutex
     mutex_.lock("reader");
     return {mutex_, std::adopt_lock};
   }
   Device device() const { return open().memory().driver().traits().device; }
   RangeReaders& open() const {
     if (closed()) throw Closed("[reader] the reader is closed: receive the object again");
+    if (left_behind()) refuse_in_forked_child("reader");
     return *readers_;
   }
 
@@ -135,7 +139,9 @@ void bind_reader(nb::module_& module) {
       .def("sync", &ReaderCore::sync)
       .def("storage", &ReaderCore::storage, "range"_a, "offset"_a, "nbytes"_a)
       .def("close", &ReaderCore::close)
+      .def("require_open", &ReaderCore::require_open)
       .def_prop_ro("closed", &ReaderCore::closed)
+      .def_prop_ro("left_behind", &ReaderCore::left_behind)
       .def_prop_ro("ranges", &ReaderCore::ranges)
       .def_prop_ro("words", &ReaderCore::words)
       .def_prop_ro("page_size", &ReaderCore::page_size)

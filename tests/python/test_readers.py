@@ -431,6 +431,9 @@ def test_a_forked_child_receives_readers_and_loses_those_of_its_parent(pool):
     ours, theirs = multiprocessing.Pipe()
     ours.send(t)
     mine = theirs.recv()
+    arena = vtensor.Arena(PAGE, pool=pool)
+    ours.send(arena)
+    blocks = theirs.recv()
     total = float(t.double().sum())
     context = multiprocessing.get_context("fork")
     queue, back = context.Queue(), context.Queue()
@@ -438,8 +441,16 @@ def test_a_forked_child_receives_readers_and_loses_those_of_its_parent(pool):
     def read():
         torch.set_num_threads(1)
         got = queue.get(timeout=30)
-        refused = []
-        for touch in (mine.sum, mine.alias, mine.numpy, lambda: mine.data):  # reading it would end the child
+        refused = [repr(blocks) == "<ArenaReader of the parent process>"]
+        # Reading it would end the child.
+        for touch in (
+            mine.sum,
+            mine.alias,
+            mine.numpy,
+            lambda: mine.data,
+            lambda: blocks.tensor,
+            blocks.sync,
+        ):
             try:
                 touch()
             except vtensor.VTensorError as error:
@@ -451,9 +462,10 @@ def test_a_forked_child_receives_readers_and_loses_those_of_its_parent(pool):
     queue.put(t)
     seen, refused = back.get(timeout=30)
     process.join(30)
-    assert seen == total and refused == [True] * 4
+    assert seen == total and refused == [True] * 7
     assert process.exitcode == 0 and torch.equal(mine.alias(), t)
-    mine.close()
+    for one in (mine, blocks, arena):
+        one.close()
 
 
 # -- nothing is left
