@@ -124,6 +124,44 @@ def test_any_refused_driver_call(kind, mix):
     assert met > FEWEST_MET[mix] // every(1)
 
 
+class Full:
+    """A cache without memory for what is shared, where the system does not say which pages the kernel copied:
+    none to publish, and to fork only while no more slots than ``forks_beside`` are in use."""
+
+    def __init__(self, cache, forks_beside: int) -> None:
+        self._cache, self._forks_beside = cache, forks_beside
+
+    def __getattr__(self, name):
+        return getattr(self._cache, name)
+
+    def publish(self, slot, tokens, *, salt=""):
+        raise OutOfPages("refused")
+
+    def fork(self, slot, n=1):
+        if self._cache.stats().slots_used > self._forks_beside:
+            raise OutOfPages("refused")
+        return self._cache.fork(slot, n)
+
+
+@pytest.mark.parametrize("promises", [None, eager()])
+@pytest.mark.parametrize("forks_beside", [0, 1])
+def test_memory_that_sharing_lacks_is_that_of_the_latest(promises, forks_beside):
+    early, group, late = (
+        Request("early", [1] * 6, 3),
+        Request("group", [0] * 6, 6, samples=2),
+        Request("late", [2] * 6, 9),
+    )
+    for requests in ([early, group, late], [early, late, group]):
+        with opened("host", 60, SLOTS) as cache:
+            engine = engine_over(cache, promises=promises)
+            give(engine.scheduler, Full(cache, forks_beside))
+            done = engine.run(requests)
+            for request in (early, late, *[group] * forks_beside):
+                assert done[request.id].tokens == alone(request) and not done[request.id].error
+            assert forks_beside or "larger budget" in done["group"].error
+            assert cache.stats().slots_free == SLOTS
+
+
 @pytest.mark.parametrize("error", [DriverError, TimedOut])
 @pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING, Status.SWAPPED])
 def test_a_cancel_that_is_refused_can_be_called_again(error, status):

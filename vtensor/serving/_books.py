@@ -12,7 +12,7 @@ from collections import abc
 from contextlib import suppress
 from operator import attrgetter
 
-from vtensor.errors import InvalidArgument, NoFreeSlot
+from vtensor.errors import InvalidArgument, NoFreeSlot, OutOfPages
 from vtensor.kv import KVCache
 from vtensor.serving._commit import Change, commit, sets
 from vtensor.serving.plans import slot_of, target
@@ -252,4 +252,5 @@ class Books:
         tokens = 0 if isinstance(request.prompt, int) else min(known, computed)
         if tokens - sequence.published >= self.unit:
             ids = sequence.ids(0, tokens)
-            sequence.published = self.cache.publish(slot_of(sequence), ids, salt=request.salt)
+            with suppress(OutOfPages):  # then later requests compute them again
+                sequence.published = self.cache.publish(slot_of(sequence), ids, salt=request.salt)

@@ -13,7 +13,7 @@ from collections import abc
 from itertools import repeat
 
 from vtensor._base.arguments import integer, number, of_type
-from vtensor.errors import InvalidArgument
+from vtensor.errors import InvalidArgument, OutOfPages
 from vtensor.serving._books import Books, by_arrival
 from vtensor.serving._commit import Change, commit, each, sets
 from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, decodes, slot_of, target
@@ -182,7 +182,7 @@ class Scheduler:
         self._invited, self._moved_tokens = None, 0
         self.waits_for_others = False
         for group in self._prompts:
-            self._books.share(group)
+            self._share(plan, group)
         self._prompts = []
         self._let_leave(plan)
         left = len(plan.preempted)
@@ -194,6 +194,22 @@ class Scheduler:
         own = sets(self, _began=self._clock(), cancelled=[], planned=plan, _next=Plan())
         commit([*own, *sets(self._books, settled=True)])
         return plan
+
+    def _share(self, plan: Plan, group: SampleGroup) -> None:
+        """Gives each sample of a computed prompt a slot. That takes memory where the system does not say
+        which pages the kernel has copied: then of the latest requests."""
+        waited = False
+        while True:
+            try:
+                return self._books.share(group)
+            except OutOfPages:
+                if len(self.running) > 1:
+                    self._preempt(plan, self.running[-1])
+                elif waited:
+                    self._fail(plan, group)
+                else:  # memory may still be on its way out
+                    fits_at_last(self.cache, self._books.lengths)
+                    waited = True
 
     def _advance(self, plan: Plan) -> None:
         """Gives the running requests their tokens, and takes memory of the latest ones if it is short."""
@@ -400,11 +416,12 @@ class Scheduler:
         return self.waits_for_others
 
     def _preempt(self, plan: Plan, group: SampleGroup) -> None:
-        stats, shared = self.stats, len(group.holders) > 1
-        if (shared or self.promises is not None) and self._swap_out(plan, group):
+        stats, shared, first = self.stats, len(group.holders) > 1, group.live[0]
+        swaps = (shared or self.promises is not None) and first.computed < target(first)  # else to be shared
+        if swaps and self._swap_out(plan, group):
             return
         if not shared:  # published tokens are not computed again, unless memory is short until then
-            self._books.publish(group.live[0], group.live[0].computed)
+            self._books.publish(first, first.computed)
         self._books.note(
             [
                 *self._books.free(group, group.holders),
