@@ -65,6 +65,8 @@ class VTensorCache(DynamicCache):
     """
 
     layers: list[Any]
+    # Of the forward in progress: the layers that have been updated, and the tokens that each had before.
+    _begun: dict[int, int] = {}
 
     def __init__(
         self,
@@ -158,20 +160,23 @@ class VTensorCache(DynamicCache):
                 "[VTensorCache.update] offloading=True moves K and V from a CUDA device to the host, and the "
                 "model runs on the host: make the cache without it"
             )
-        if layer_idx == 0 and (whole := _wholes.get(self, type(None))()) is not None:
-            whole.begin(self)
-        new = key_states.shape[-2]
+        if layer_idx <= next(reversed(self._begun), layer_idx):
+            self._begun = {}
+            if (whole := _wholes.get(self, type(None))()) is not None:
+                whole.begin(self)
         try:
             if layer_idx >= len(self.layers):
                 raise InvalidArgument(
                     f"[VTensorCache.update] layer {layer_idx} of a cache with {len(self.layers)} layers: "
                     "make one from this model's own config, VTensorCache(model.config)"
                 )
+            if isinstance(layer := self.layers[layer_idx], VTensorLayer):
+                self._begun[layer_idx] = layer.get_seq_length()
             keys, values = append(key_states, value_states, layer_idx, *args, **kwargs)
         except VTensorError:
-            self._put_back(layer_idx, new)
+            self._put_back(layer_idx)
             raise
-        if new == 1 and keys.is_cpu:
+        if key_states.shape[-2] == 1 and keys.is_cpu:
             return keys.as_subclass(SingleStepView), values.as_subclass(SingleStepView)
         return keys, values
 
@@ -203,26 +208,21 @@ class VTensorCache(DynamicCache):
             self.prepare(query_length)
         return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
-    def _put_back(self, failed: int, new: int) -> None:
-        """Drops a step of ``new`` tokens in the layers before the one that failed."""
-        if failed < len(self.layers):
-            length = self.layers[failed].get_seq_length()
-        else:
-            length = self.get_seq_length() - new
+    def _put_back(self, failed: int) -> None:
+        """Drops a forward in the layers before the one that failed."""
         whole = _wholes.get(self, type(None))()
-        keep = self.keep if whole is None else partial(whole.keep, self)
-        finish(partial(keep, length, self.layers[: failed + 1]))
+        drop = self.drop if whole is None else partial(whole.drop, self)
+        finish(partial(drop, self.layers[: failed + 1]))
 
-    def keep(self, length: int, layers: list[Any]) -> None:
-        """Keeps the first ``length`` tokens in some layers. Empties all if one of them cannot go back."""
-        ours = [layer for layer in layers if isinstance(layer, VTensorLayer)]
+    def drop(self, layers: list[Any]) -> None:
+        """Drops the forward in progress. Empties the cache if one of ``layers`` cannot go back."""
         linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         if linear or not all(isinstance(x, VTensorLayer) or holds_nothing(x) for x in layers):
             self.reset()
             return
-        for layer in ours:
-            if layer.get_seq_length() > length:
-                layer.truncate(length)
+        for number, length in self._begun.items():
+            if self.layers[number].get_seq_length() > length:
+                self.layers[number].truncate(length)
 
     # ------------------------------------------------------------------ batches
 
@@ -272,8 +272,8 @@ class VTensorCache(DynamicCache):
 class TwoHalves(EncoderDecoderCache):
     """An ``EncoderDecoderCache`` that a refused forward leaves as it was before, in both halves."""
 
-    # Of the forward in progress: tokens in the decoder's half, and which layers the encoder's half had.
-    _begun: tuple[int, dict[int, bool]] = (0, {})
+    # Which layers the encoder's half had before the forward in progress.
+    _begun: dict[int, bool] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, VTensorCache):  # also one that T5Gemma puts in the place of the encoder's
@@ -285,18 +285,18 @@ class TwoHalves(EncoderDecoderCache):
             setattr(self, name, value)
 
     def begin(self, half: VTensorCache) -> None:
-        """Notes what there is before the first layer of ``half`` is updated."""
+        """Notes what there is before a forward updates the first layer of ``half``."""
         if half is self.self_attention_cache:
-            self._begun = half.get_seq_length(), dict(self.is_updated)
+            self._begun = dict(self.is_updated)
 
-    def keep(self, half: VTensorCache, length: int, layers: list[Any]) -> None:
-        """As ``half.keep``. The other half keeps what it had when the forward began."""
-        half.keep(length, layers)
-        (begun, before), own = self._begun, self.self_attention_cache
+    def drop(self, half: VTensorCache, layers: list[Any]) -> None:
+        """As ``half.drop``. The other half keeps what it had when the forward began."""
+        half.drop(layers)
+        own = self.self_attention_cache
         if own is not half and isinstance(own, VTensorCache):
-            own.keep(begun, own.layers)
+            own.drop(own.layers)
         for number, updated in self.is_updated.items():
-            if updated and not before.get(number):
+            if updated and not self._begun.get(number):
                 self.cross_attention_cache.layers[number].reset()
                 self.is_updated[number] = False
 

@@ -16,14 +16,14 @@ import vtensor
 pytest.importorskip("transformers")
 
 import vtensor.integrations.transformers as package
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LlamaConfig
 from vtensor.integrations.tensor_parallel import in_agreement
 from vtensor.integrations.transformers import VTensorCache, VTensorLayer, VTensorSlidingWindowLayer, default
 from vtensor.integrations.transformers.release import CACHE
 from vtensor.integrations.transformers.serving import ServedModel, serving_cache
 
 from interrupts import at_every_bytecode
-from tiny_models import make_llama, pages_left, prompt, states
+from tiny_models import SIZES, make_llama, pages_left, prompt, states
 from vtensor.serving import Engine, Request, Scheduler
 
 WINDOW = 8
@@ -172,3 +172,15 @@ def test_an_interrupted_assignment_leaves_the_length(pages):
         layer.reset()
 
     assert at_every_bytecode(setup, assign, check, within=package) > 20
+
+
+def test_a_refused_forward_leaves_a_layer_that_it_does_not_update(pages):
+    """I8: of Mllama, a layer that keeps K and V of an image was once cut to the length of the text."""
+    cache = VTensorCache(LlamaConfig(**SIZES | {"num_hidden_layers": 3}), None, pages)
+    for layer, tokens in enumerate((5, 30, 5)):
+        cache.update(*states(1, tokens), layer)
+    cache.update(*states(1, 1), 0)
+    with pytest.raises(vtensor.OutOfPages), pages_left(pages, 0):
+        cache.update(*states(1, 200), 2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [5, 30, 5]
+    assert cache.layers[1].keys.equal(states(1, 30)[0])
