@@ -162,8 +162,9 @@ class VTensorCache(DynamicCache):
             )
         if layer_idx <= next(reversed(self._begun), layer_idx):
             self._begun = {}
-            if (whole := _wholes.get(self, type(None))()) is not None:
-                whole.begin(self)
+            whole = _wholes.get(self, type(None))()
+            if whole is not None and self is whole.self_attention_cache:
+                whole.cross_attention_cache._begun = {}
         try:
             if layer_idx >= len(self.layers):
                 raise InvalidArgument(
@@ -174,7 +175,9 @@ class VTensorCache(DynamicCache):
                 self._begun[layer_idx] = layer.get_seq_length()
             keys, values = append(key_states, value_states, layer_idx, *args, **kwargs)
         except VTensorError:
-            self._put_back(layer_idx)
+            whole = _wholes.get(self, type(None))()
+            drop = self.drop if whole is None else partial(whole.drop, self)
+            finish(partial(drop, self.layers[: layer_idx + 1]))
             raise
         if key_states.shape[-2] == 1 and keys.is_cpu:
             return keys.as_subclass(SingleStepView), values.as_subclass(SingleStepView)
@@ -208,14 +211,8 @@ class VTensorCache(DynamicCache):
             self.prepare(query_length)
         return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
-    def _put_back(self, failed: int) -> None:
-        """Drops a forward in the layers before the one that failed."""
-        whole = _wholes.get(self, type(None))()
-        drop = self.drop if whole is None else partial(whole.drop, self)
-        finish(partial(drop, self.layers[: failed + 1]))
-
     def drop(self, layers: list[Any]) -> None:
-        """Drops the forward in progress. Empties the cache if one of ``layers`` cannot go back."""
+        """Drops the forward in progress, which reached ``layers``. Empties all if one cannot go back."""
         linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         if linear or not all(isinstance(x, VTensorLayer) or holds_nothing(x) for x in layers):
             self.reset()
@@ -270,10 +267,7 @@ class VTensorCache(DynamicCache):
 
 
 class TwoHalves(EncoderDecoderCache):
-    """An ``EncoderDecoderCache`` that a refused forward leaves as it was before, in both halves."""
-
-    # Which layers the encoder's half had before the forward in progress.
-    _begun: dict[int, bool] = {}
+    """An ``EncoderDecoderCache`` whose halves change together: after a refusal both are as before."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, VTensorCache):  # also one that T5Gemma puts in the place of the encoder's
@@ -284,21 +278,31 @@ class TwoHalves(EncoderDecoderCache):
         for name, value in state.items():
             setattr(self, name, value)
 
-    def begin(self, half: VTensorCache) -> None:
-        """Notes what there is before a forward updates the first layer of ``half``."""
-        if half is self.self_attention_cache:
-            self._begun = dict(self.is_updated)
-
     def drop(self, half: VTensorCache, layers: list[Any]) -> None:
-        """As ``half.drop``. The other half keeps what it had when the forward began."""
-        half.drop(layers)
-        own = self.self_attention_cache
-        if own is not half and isinstance(own, VTensorCache):
-            own.drop(own.layers)
+        """Drops the forward in progress, which reached ``layers`` of ``half``, in both halves."""
+        for one in (self.self_attention_cache, self.cross_attention_cache):
+            if isinstance(one, VTensorCache):
+                one.drop(layers if one is half else one.layers)
         for number, updated in self.is_updated.items():
-            if updated and not self._begun.get(number):
-                self.cross_attention_cache.layers[number].reset()
-                self.is_updated[number] = False
+            self.is_updated[number] = updated and self.cross_attention_cache.get_seq_length(number) > 0
+
+    def _all_layers(self) -> VTensorCache:
+        """A cache of the layers of both halves."""
+        made = VTensorCache.over(self.self_attention_cache)
+        made.layers = self.self_attention_cache.layers + self.cross_attention_cache.layers
+        return made
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._all_layers().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._all_layers().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
+        self._all_layers().batch_select_indices(indices)
+
+    def reset(self) -> None:
+        finish(super().reset)
 
 
 def encoder_decoder_cache(

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import vtensor
+from vtensor import testing
 
 pytest.importorskip("transformers")
 
+import vtensor.integrations.transformers as package
 import vtensor.integrations.transformers.cache as module
 from vtensor.integrations.transformers import VTensorCache, VTensorLayer, encoder_decoder_cache, installed
 
@@ -243,3 +245,61 @@ def test_both_halves_take_the_same_options(pages, monkeypatch):
     pages.wake(tag="mine")
     cache.reset()
     assert torch.equal(generate(model, cache, SHORT), expected)
+
+
+# ---------------------------------------------------------------------- batches
+
+CHANGES = {
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda cache: cache.batch_select_indices([1]),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+def both_filled(pool):
+    cache = encoder_decoder_cache(make("BART").config, 256, pool)
+    for half in halves(cache):
+        for layer in range(2):
+            half.update(*states(2, 70, seed=layer), layer)
+    cache.is_updated.update({0: True, 1: True})
+    return cache
+
+
+@pytest.mark.parametrize("change", ["reorder", "select", "repeat"])
+def test_a_refused_change_changes_neither_half(pages, change):
+    """I8: the decoder's half once had its new order already when the encoder's was refused."""
+    refused = 0
+    for n in count():
+        cache = both_filled(pages)
+        before = content(cache)
+        try:
+            with testing.fail_after(pages, n):
+                CHANGES[change](cache)
+        except vtensor.VTensorError:
+            refused += 1
+            assert same(content(cache), before)
+        else:
+            break
+        finally:
+            cache.reset()
+    assert refused > 1
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_interrupted_change_changes_both_halves_or_neither(pages, change):
+    """I17."""
+    begun, ended = both_filled(pages), both_filled(pages)
+    CHANGES[change](ended)
+    before, after = content(begun), content(ended)
+    for cache in (begun, ended):
+        cache.reset()
+    found = set()
+
+    def check(cache, outcome):
+        now = content(cache)
+        found.add("before" if same(now, before) else "after" if same(now, after) else outcome.where)
+        cache.reset()
+
+    at_every_bytecode(lambda: both_filled(pages), CHANGES[change], check, within=package, each=place)
+    assert found == {"before", "after"}
