@@ -25,7 +25,7 @@ from vtensor import InvalidArgument, Pool, VTensorError
 
 from ..sdpa import SingleStepView
 from .changes import BatchChange, Choice, finish, reordered, repeated, selected, twin_of
-from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
+from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer, empty
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
@@ -263,7 +263,7 @@ class VTensorCache(DynamicCache):
         """Frees K and V of all layers. The pool keeps their pages mapped for the next cache of this shape, up
         to ``Pool(cache=)`` bytes, until others need them or ``Pool.trim()`` gives them back to the system.
         """
-        finish(super().reset)
+        finish(lambda: list(map(empty, self.layers)))
 
 
 class TwoHalves(EncoderDecoderCache):

@@ -65,10 +65,7 @@ class _TwoParts(VTensorLayer):
         if batch is not None:
             if kept := choice(batch):
                 linear.reorder_cache(torch.tensor(kept, device="cpu"))
-            else:
-                linear = LinearAttentionLayer(linear.number_of_states)
-                linear.record_past = self.record_past
-            change.assign(self, _linear_states(linear))
+            change.assign(self, _linear_states(linear) if kept else emptied(self))
 
     def plan_crop(self, tokens_to_remove: int) -> Callable[[], None]:
         """As ``VTensorLayer.plan_crop``, for both parts. The linear part must have recorded its past."""
@@ -87,6 +84,18 @@ class _TwoParts(VTensorLayer):
         copied = super().__deepcopy__(memo)
         copied.__dict__.update(copy.deepcopy(_linear_states(self)))
         return copied
+
+
+def emptied(layer: Any) -> dict[str, Any]:
+    """The attributes of a linear part without states. After its own ``reset`` it would keep the batch."""
+    return dict(vars(LinearAttentionLayer(layer.number_of_states)), record_past=layer.record_past)
+
+
+def empty(layer: Any) -> None:
+    """Empties a layer, which then takes any batch."""
+    layer.reset()
+    if isinstance(layer, LinearAttentionLayer):
+        vars(layer).update(emptied(layer))
 
 
 def _linear_states(layer: Any) -> dict[str, Any]:

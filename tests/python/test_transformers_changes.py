@@ -243,6 +243,19 @@ def test_a_layer_that_keeps_none_is_as_new(pages):
     assert cache.layers[1].keys.shape[0] == cache.layers[1].conv_states[0].shape[0] == 5
 
 
+def test_an_emptied_cache_takes_another_batch(pages):
+    """As after a refused forward of a model with linear attention, which goes on with fewer sequences."""
+    emptied, fresh = filled(pages, record=True), VTensorCache.over(DynamicCache())
+    fresh.layers = [KINDS[kind](pages) for kind in ALL]
+    fresh.activate_past_recording()
+    emptied.reset()
+    for cache in (emptied, fresh):
+        for layer in cache.layers:
+            feed(cache, layer, 3, batch=1)
+            feed(cache, layer, 2, seed=1, batch=1)
+    assert same(content(emptied), content(fresh))
+
+
 # ---------------------------------------------------------------------- exceptions from outside
 
 
