@@ -213,8 +213,7 @@ class VTensorCache(DynamicCache):
 
     def drop(self, layers: list[Any]) -> None:
         """Drops the forward in progress, which reached ``layers``. Empties all if one cannot go back."""
-        linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-        if linear or not all(isinstance(x, VTensorLayer) or holds_nothing(x) for x in layers):
+        if not all(type(x) in (VTensorLayer, VTensorSlidingWindowLayer) or holds_nothing(x) for x in layers):
             self.reset()
             return
         for number, length in self._begun.items():

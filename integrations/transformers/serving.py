@@ -155,6 +155,8 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """Writes K and V of the plan's tokens, [1, heads, tokens, head_dim], to their slots."""
+        if layer >= len(self.cache):
+            raise _not_served(self.model, "keeps K and V more than once a layer")
         for slot in self._plan.swapped_in:
             self.cache.wait(slot, layer)
         for states, whole in zip((key, value), self._heads_first(layer), strict=False):
@@ -183,8 +185,8 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
             )
         source = sys.modules[type(module).__module__]
         masks = hasattr(source, "create_sliding_window_causal_mask") and "sliding_window" not in options
-        if attention_mask is not None or (masks and self._narrow):
-            raise _not_served(module, "has its window, or more, in a mask of its own")
+        if attention_mask is not None or (masks and self._narrow) or not getattr(module, "is_causal", True):
+            raise _not_served(module, "is not causal, or has its window, or more, in a mask of its own")
         own = AttentionInterface().get(self._own_name, getattr(source, "eager_attention_forward", None))
         if own is None:
             raise InvalidArgument(
@@ -193,7 +195,7 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
             )
         self._attended += 1
         window = options.get("sliding_window")
-        sides = self._heads_first(module.layer_idx)  # type: ignore[arg-type]
+        sides = self._heads_first(self._states.layer)
         outputs = []
         first = 0
         for sequence, start, stop in self._plan.work:
@@ -250,5 +252,5 @@ class _States(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._served.store(key_states, value_states, layer_idx)
-        self.last = key_states, value_states
+        self.last, self.layer = (key_states, value_states), layer_idx
         return key_states, value_states

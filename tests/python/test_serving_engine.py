@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from vtensor.integrations.transformers.release import CACHE
 from vtensor.integrations.transformers.serving import ServedModel, serving_cache
 
@@ -30,24 +31,6 @@ BART = {
 SCALES = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 100.0}
 QWEN2_MOE = {"num_experts": 4, "head_dim": 8, "sliding_window": 9, "use_sliding_window": True}
 
-# As in model_zoo.py.
-SERVED = MODELS | {
-    "Cohere": (hf.CohereForCausalLM, hf.CohereConfig, {"tie_word_embeddings": False}),
-    "GLM-4": (hf.Glm4ForCausalLM, hf.Glm4Config, {}),
-    "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, PLAIN),
-    "Phi": (hf.PhiForCausalLM, hf.PhiConfig, PLAIN),
-    "Qwen2-MoE": (  # no layer has the window
-        hf.Qwen2MoeForCausalLM,
-        hf.Qwen2MoeConfig,
-        QWEN2_MOE | {"layer_types": ["full_attention"] * 2},
-    ),
-    "OPT": (
-        hf.OPTForCausalLM,
-        hf.OPTConfig,
-        PLAIN | {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 256},
-    ),
-}
-
 
 def one_layer_apart(config):
     """A Llama one layer of which attends by itself."""
@@ -67,15 +50,64 @@ class OtherValues:
         return key, 2 * value
 
 
-def other_values(config):
-    """A Llama that attends to other V than it has cached."""
-    model = hf.LlamaForCausalLM(config)
+class Turned(OtherValues):
+    """A cache whose second layer is the model's first."""
+
+    def update(self, key, value, layer, *others, **named):
+        return self.cache.update(key, value, 1 - layer, *others, **named)
+
+
+class OneMore(OtherValues):
+    """A cache of which the model's first layer uses the second, and so on."""
+
+    def update(self, key, value, layer, *others, **named):
+        if isinstance(self.cache, DynamicCache):
+            self.cache.layers += [DynamicLayer() for _ in range(3 - len(self.cache.layers))]
+        return self.cache.update(key, value, layer + 1, *others, **named)
+
+
+def with_cache(model, kind):
+    """The model, each layer of which gets its cache in one of that kind."""
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
-            lambda module, args, given: (args, given | {CACHE: OtherValues(given[CACHE])}), with_kwargs=True
+            lambda module, args, given: (args, given | {CACHE: kind(given[CACHE])}), with_kwargs=True
         )
     return model
 
+
+def other_values(config):
+    """A Llama that attends to other V than it has cached."""
+    return with_cache(hf.LlamaForCausalLM(config), OtherValues)
+
+
+def turned(config):
+    """A Llama whose layers store K and V at other numbers than their own, as those that loop over layers."""
+    return with_cache(hf.LlamaForCausalLM(config), Turned)
+
+
+def one_layer_more(config):
+    """A Llama whose last layer keeps K and V past those of its layers, as those that loop over layers do."""
+    return with_cache(hf.LlamaForCausalLM(config), OneMore)
+
+
+# As in model_zoo.py.
+SERVED = MODELS | {
+    "Cohere": (hf.CohereForCausalLM, hf.CohereConfig, {"tie_word_embeddings": False}),
+    "GLM-4": (hf.Glm4ForCausalLM, hf.Glm4Config, {}),
+    "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, PLAIN),
+    "Phi": (hf.PhiForCausalLM, hf.PhiConfig, PLAIN),
+    "Qwen2-MoE": (  # no layer has the window
+        hf.Qwen2MoeForCausalLM,
+        hf.Qwen2MoeConfig,
+        QWEN2_MOE | {"layer_types": ["full_attention"] * 2},
+    ),
+    "OPT": (
+        hf.OPTForCausalLM,
+        hf.OPTConfig,
+        PLAIN | {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 256},
+    ),
+    "Llama, turned": (turned, hf.LlamaConfig, {}),
+}
 
 # What a refusal says about a model.
 NOT_SERVED = {
@@ -84,6 +116,18 @@ NOT_SERVED = {
         hf.LlamaConfig,
         {},
         "does not attend through AttentionInterface once a layer",
+    ),
+    "Llama, with a layer more": (
+        one_layer_more,
+        hf.LlamaConfig,
+        {},
+        "keeps K and V more than once a layer",
+    ),
+    "BERT for generation, no decoder": (
+        hf.BertGenerationDecoder,
+        hf.BertGenerationConfig,
+        PLAIN,
+        "BertGenerationSelfAttention is not causal",
     ),
     "Falcon": (
         hf.FalconForCausalLM,
@@ -116,18 +160,18 @@ NOT_SERVED = {
         PLAIN | {"is_decoder": True},
         "positions of its own",
     ),
-    "Doge": (hf.DogeForCausalLM, hf.DogeConfig, {}, "DogeAttention has its window, or more, in a mask"),
+    "Doge": (hf.DogeForCausalLM, hf.DogeConfig, {}, "DogeAttention .* has its window, or more, in a mask"),
     "Phimoe with a window": (
         hf.PhimoeForCausalLM,
         hf.PhimoeConfig,
         {"num_local_experts": 2, "sliding_window": 9},
-        "PhimoeAttention has its window, or more, in a mask",
+        "PhimoeAttention .* has its window, or more, in a mask",
     ),
     "Qwen2-MoE with a window": (
         hf.Qwen2MoeForCausalLM,
         hf.Qwen2MoeConfig,
         QWEN2_MOE,
-        "Qwen2MoeAttention has its window, or more, in a mask",
+        "Qwen2MoeAttention .* has its window, or more, in a mask",
     ),
     "DiffLlama": (
         hf.DiffLlamaForCausalLM,
@@ -273,7 +317,7 @@ def model_of(kind, config, changes, attention=None):
 @pytest.mark.parametrize(
     "name",
     ["Qwen3", "Mistral", "Gemma 2", "Gemma 3", "GPT-2", "Phi-3", "Mixtral", "GPT-OSS", "Cohere", "GLM-4"]
-    + ["GPT-NeoX", "Phi", "OPT", "Qwen2-MoE"],
+    + ["GPT-NeoX", "Phi", "OPT", "Qwen2-MoE", "Llama, turned"],
 )
 def test_models(name):
     """Sliding windows, norms of K, soft caps, learned positions, fused projections, experts, sinks."""
