@@ -184,9 +184,9 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
                 "close() the ServedModel before other uses of the model. If this is none, it is not served"
             )
         source = sys.modules[type(module).__module__]
-        masks = hasattr(source, "create_sliding_window_causal_mask") and "sliding_window" not in options
-        if attention_mask is not None or (masks and self._narrow) or not getattr(module, "is_causal", True):
-            raise _not_served(module, "is not causal, or has its window, or more, in a mask of its own")
+        unnamed = self._narrow and "sliding_window" not in options
+        if attention_mask is not None or unnamed or not getattr(module, "is_causal", True):
+            raise _not_served(module, "is not causal, or has its window, or more, in a mask or a cache alone")
         own = AttentionInterface().get(self._own_name, getattr(source, "eager_attention_forward", None))
         if own is None:
             raise InvalidArgument(

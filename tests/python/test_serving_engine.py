@@ -173,6 +173,12 @@ NOT_SERVED = {
         QWEN2_MOE,
         "Qwen2MoeAttention .* has its window, or more, in a mask",
     ),
+    "Llama, a window that only its cache has": (
+        hf.LlamaForCausalLM,
+        hf.LlamaConfig,
+        {"sliding_window": 9},
+        "LlamaAttention .* has its window, or more, in a mask",
+    ),
     "DiffLlama": (
         hf.DiffLlamaForCausalLM,
         hf.DiffLlamaConfig,
