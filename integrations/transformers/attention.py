@@ -39,9 +39,8 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
 
     A forward raises InvalidArgument before the launch for padding that is not on the left, a mask that does
     not fit the cache or is more than causal, chunked attention past its first chunk, dropout, attention
-    sinks, and position biases.
+    sinks, position biases, and a window that the model has in its mask alone.
     """
-    call = kernel or flash_attn_with_kvcache
 
     def forward(
         module: torch.nn.Module,
@@ -50,7 +49,7 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float | None = None,
-        sliding_window: int | None = None,
+        sliding_window: int | None = 0,
         softcap: float | None = None,
         is_causal: bool | None = None,
         **kwargs: Any,
@@ -70,14 +69,17 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
                 f"[attention] a mask {tuple(attention_mask.shape)} for K of {key.shape[0]} sequences of "
                 f"{tokens} tokens: pass one that covers the tokens in the cache and the new ones"
             )
-        options: dict[str, Any] = {}
-        if sliding_window is not None and tokens > sliding_window:
+        config = getattr(module, "config", None)
+        window = getattr(config, "sliding_window", None) or tokens
+        masked = set(getattr(config, "layer_types", None) or ()) != {"full_attention"}
+        if sliding_window == 0 and tokens > window and masked:
+            raise InvalidArgument("[attention] a window in the mask alone: use another attn_implementation")
+        options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+        if sliding_window and tokens > sliding_window:
             options["window_size"] = (sliding_window - 1, 0)
-        if softcap is not None:
-            options["softcap"] = softcap
         if attention_mask is not None:
             options["cache_leftpad"] = tokens - attention_mask.sum(-1, dtype=torch.int32)
-        output = call(
+        output = (kernel or flash_attn_with_kvcache)(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),

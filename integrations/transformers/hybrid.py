@@ -21,9 +21,6 @@ from .changes import BatchChange, Choice, finish, twin_of
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
-# The attributes of the linear part alone.
-_LINEAR = tuple(vars(LinearAttentionLayer()).keys() - {"device", "dtype"})
-
 
 class _TwoParts(VTensorLayer):
     """Operations on a whole layer, which apply to both of its parts: K and V by ``super()``, then the
@@ -99,7 +96,7 @@ def empty(layer: Any) -> None:
 
 
 def _linear_states(layer: Any) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in _LINEAR}
+    return {name: getattr(layer, name) for name in emptied(layer)}
 
 
 class VTensorHybridLayer(_TwoParts, LinearAttentionAndFullAttentionLayer):

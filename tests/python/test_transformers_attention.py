@@ -129,6 +129,10 @@ def test_what_it_cannot_do_is_refused_before_the_kernel(kernel, pages):
     refused(llama, "a mask of 30 tokens", mask=torch.ones(3, 30))
     refused(made("GPT-OSS"), "s_aux")
     refused(made("Llama 4"), "40 tokens in chunks of 24")
+    refused(made("Llama", sliding_window=24), "a window in the mask alone")
+    full = made("Llama", sliding_window=24, layer_types=["full_attention"] * 2)  # no layer has it
+    with torch.no_grad():
+        full(ids, attention_mask=mask, past_key_values=VTensorCache(full.config, 128, pages))
     with pytest.raises(vtensor.InvalidArgument, match="more than causal"):
         llama(ids[:1], position_ids=torch.arange(20).repeat(2)[None], use_cache=False)  # two sequences in one
 
