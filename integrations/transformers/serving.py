@@ -186,7 +186,7 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         source = sys.modules[type(module).__module__]
         unnamed = self._narrow and "sliding_window" not in options
         if attention_mask is not None or unnamed or not getattr(module, "is_causal", True):
-            raise _not_served(module, "is not causal, or has its window, or more, in a mask or a cache alone")
+            raise _not_served(module, "is not causal, or has its window, or more, in a mask or cache alone")
         own = AttentionInterface().get(self._own_name, getattr(source, "eager_attention_forward", None))
         if own is None:
             raise InvalidArgument(
