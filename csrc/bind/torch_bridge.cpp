@@ -162,26 +162,21 @@ struct Export {
 
 }  // namespace
 
-WithoutModes::WithoutModes() {
-  const TorchBridge& torch = TorchBridge::get();
-  const auto any = [](nb::handle count) { return nb::cast<std::size_t>(call(count, {})) != 0; };
-  if (!any(torch.count_modes_) && !any(torch.count_transforms_)) return;
-  modes_ = call(torch.disable_modes_, {});
-  transforms_ = call(torch.disable_transforms_, {});
-  modes_.attr("__enter__")();
-  transforms_.attr("__enter__")();
+Disabled::Disabled(nb::handle count, nb::handle disable) {
+  if (nb::cast<std::size_t>(call(count, {})) == 0) return;
+  disabled_ = call(disable, {});
+  disabled_.attr("__enter__")();
 }
 
-WithoutModes::~WithoutModes() {
-  if (!transforms_.is_valid()) return;
+Disabled::~Disabled() {
+  if (!any()) return;
   const nb::error_scope pending;  // of the call that ended early
-  for (const nb::object& disabled : {transforms_, modes_})
-    disabled.attr("__exit__")(nb::none(), nb::none(), nb::none());
+  disabled_.attr("__exit__")(nb::none(), nb::none(), nb::none());
 }
 
 nb::object TorchBridge::storage_over(std::shared_ptr<void> owner, Device device, Address address,
                                      std::size_t bytes) {
-  const WithoutModes plain;
+  const Disabled modes = without_modes();  // transforms leave the storage alone
   auto* exported = new Export{
       .managed = {}, .bytes = static_cast<std::int64_t>(bytes), .owner = std::move(owner)};
   dlpack::ManagedTensorVersioned& managed = exported->managed;
@@ -216,7 +211,7 @@ nb::object TorchBridge::storage_over(Generation* generation, Address address, st
 }
 
 nb::object TorchBridge::detach(nb::handle tensor) {
-  const WithoutModes plain;
+  const Disabled modes = without_modes(), transforms = without_transforms();
   return call(detach_, {tensor.ptr()});
 }
 
@@ -226,22 +221,37 @@ nb::object TorchBridge::empty_storage(nb::handle device) {
 
 void TorchBridge::set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
                       nb::handle strides) {
-  const WithoutModes plain;
-  nb::int_ at(offset);
-  call(set_, {tensor.ptr(), storage.ptr(), at.ptr(), sizes.ptr(), strides.ptr()});
+  const Disabled modes = without_modes();
+  const nb::int_ at(offset);
+  const auto set = [&] {
+    call(set_, {tensor.ptr(), storage.ptr(), at.ptr(), sizes.ptr(), strides.ptr()});
+  };
+  try {
+    set();
+  } catch (nb::python_error&) {
+    // Transforms refuse it. Asking for them each time would cost a tenth of an extend().
+    const Disabled transforms = without_transforms();
+    if (!transforms.any()) throw;
+    set();
+  }
 }
 
 nb::object TorchBridge::narrow(nb::handle tensor, std::size_t dim, std::size_t start,
                                std::size_t length) {
-  const WithoutModes plain;
+  const Disabled modes = without_modes(), transforms = without_transforms();
+  return narrowed(tensor, dim, start, length);
+}
+
+nb::object TorchBridge::narrowed(nb::handle tensor, std::size_t dim, std::size_t start,
+                                 std::size_t length) {
   nb::int_ at_dim(dim), at(start), n(length);
   return call(narrow_, {tensor.ptr(), at_dim.ptr(), at.ptr(), n.ptr()});
 }
 
 void TorchBridge::copy_into(nb::handle tensor, std::size_t dim, std::size_t start,
                             std::size_t length, nb::handle source) {
-  const WithoutModes plain;
-  nb::object target = narrow(detach(tensor), dim, start, length);
+  const Disabled modes = without_modes(), transforms = without_transforms();
+  nb::object target = narrowed(call(detach_, {tensor.ptr()}), dim, start, length);
   call(copy_, {target.ptr(), source.ptr()});
 }
 

@@ -44,16 +44,18 @@ struct TensorFacts {
 // Calls by vectorcall. Throws python_error.
 nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments);
 
-// A scope in which torch's calls are plain ones: FakeTensorMode, torch.func and others like them
-// would turn our tensors into their own.
-class WithoutModes {
+// A scope without what would turn our tensors into tensors of its own: modes such as
+// FakeTensorMode, or the transforms of torch.func. `disable` makes the scope, if `count` counts
+// any.
+class Disabled {
  public:
-  WithoutModes();
-  ~WithoutModes();
-  WithoutModes& operator=(WithoutModes&&) = delete;
+  Disabled(nb::handle count, nb::handle disable);
+  ~Disabled();
+  Disabled& operator=(Disabled&&) = delete;
+  bool any() const { return disabled_.is_valid(); }
 
  private:
-  nb::object modes_, transforms_;  // disabled, if there are any
+  nb::object disabled_;
 };
 
 // torch's functions, looked up once.
@@ -106,9 +108,10 @@ class TorchBridge {
                                          const char* remedy);
 
  private:
-  friend class WithoutModes;
-
   TorchBridge();
+  nb::object narrowed(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length);
+  Disabled without_modes() const { return {count_modes_, disable_modes_}; }
+  Disabled without_transforms() const { return {count_transforms_, disable_transforms_}; }
   static bool is_true(nb::handle object) { return object.is(nb::bool_(true)); }
 
   const nb::object torch_ = nb::module_::import_("torch");
