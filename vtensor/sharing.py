@@ -34,7 +34,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import of_type
+from vtensor._base.arguments import bytes_spanned, of_type
 from vtensor._base.processes import Closes, StaysHere
 from vtensor._base.streams import Stream, stream_handle
 from vtensor._base.torch_modes import without_modes
@@ -81,8 +81,7 @@ class _View:
         """The tensor, in its range as it was received; refused if it passes it. Its storage has its bytes
         alone."""
         item = self.dtype.itemsize
-        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
-        nbytes = max(0, (last + 1) * item)
+        nbytes = bytes_spanned(self.sizes, self.strides, item)
         inside = 0 <= self.offset <= self.offset + nbytes <= core.bytes(self.range)
         if self.offset % item or min(self.strides, default=0) < 0 or not inside:
             raise VTensorError("[reader] what was received does not fit its range: send it again")
@@ -191,7 +190,8 @@ class Reader(VTensor):
         """Work launched in ``stream`` reads the tensor: pages are unmapped after it, in :meth:`sync` and
         :meth:`close`. The stream that is current at a :meth:`sync` counts without this. Nothing on the host.
         """
-        if (handle := stream_handle("Reader.record_stream", stream)) is None:
+        handle = stream_handle("Reader.record_stream", stream)
+        if handle is None:
             raise InvalidArgument("[Reader.record_stream] stream is None: name one")
         ReaderCore.record_stream(self._core, handle)
 
@@ -295,7 +295,8 @@ _Sent = list[Any]  # descriptors of the pool's memory, and of each range, by mul
 
 def _send(files: _core.ReaderFiles) -> _Sent:
     sent = [reduction.DupFd(descriptor) for descriptor in files.descriptors]
-    if (child := context.get_spawning_popen()) is not None:
+    child = context.get_spawning_popen()
+    if child is not None:
         weakref.finalize(child, files.close)  # the child gets these very ones, when it starts
     return sent
 

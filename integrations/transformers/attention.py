@@ -49,7 +49,7 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float | None = None,
-        sliding_window: int | None = 0,
+        sliding_window: int | None = 0,  # 0: the model names none
         softcap: float | None = None,
         is_causal: bool | None = None,
         **kwargs: Any,

@@ -22,7 +22,7 @@ from vtensor.integrations.transformers import (
 )
 
 from interrupts import at_every_bytecode, place
-from tiny_models import one_thread, pages_left, same, states  # noqa: F401
+from tiny_models import before_and_after, one_thread, pages_left, same, states  # noqa: F401
 
 BATCH, TOKENS, WINDOW = 3, 20, 8
 ORDER = torch.tensor([1, 1, 0])
@@ -283,11 +283,7 @@ def test_an_interrupted_change_is_whole(pages, monkeypatch, change, within):
     def setup():
         return filled(pages, kinds, record=change == "crop")
 
-    begun, ended = setup(), setup()
-    operation(ended)
-    before, after = content(begun), content(ended)
-    for cache in (begun, ended):
-        cache.reset()
+    before, after = before_and_after(setup, operation, content)
     outcomes = set()
 
     def check(cache, outcome):

@@ -24,7 +24,7 @@ from vtensor.integrations.transformers import VTensorCache, VTensorLayer, encode
 from interrupts import at_every_bytecode, place
 from model_zoo import halves, make
 from rare_models import make_rare
-from tiny_models import make_t5gemma, one_thread, pages_left, prompt, same, states  # noqa: F401
+from tiny_models import before_and_after, make_t5gemma, one_thread, pages_left, prompt, same, states  # noqa: F401
 
 FEW = {"do_sample": False, "max_new_tokens": 6}
 LONG, SHORT = prompt(1, 200), prompt(1, 20, seed=8)
@@ -289,11 +289,7 @@ def test_a_refused_change_changes_neither_half(pages, change):
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_interrupted_change_changes_both_halves_or_neither(pages, change):
     """I17."""
-    begun, ended = both_filled(pages), both_filled(pages)
-    CHANGES[change](ended)
-    before, after = content(begun), content(ended)
-    for cache in (begun, ended):
-        cache.reset()
+    before, after = before_and_after(lambda: both_filled(pages), CHANGES[change], content)
     found = set()
 
     def check(cache, outcome):

@@ -130,6 +130,16 @@ def pages_left(pool, n):
         yield
 
 
+def before_and_after(make, operation, content):
+    """What ``content`` says of a cache, and of one after ``operation``."""
+    begun, ended = make(), make()
+    operation(ended)
+    said = content(begun), content(ended)
+    for cache in (begun, ended):
+        cache.reset()
+    return said
+
+
 def same(a, b):
     """Whether two values, or lists of values, are equal; tensors by their elements."""
     if isinstance(a, list | tuple):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import torch
 
 from vtensor import _core
+from vtensor._base.torch_modes import without_modes
 from vtensor._base.units import byte_text, parse_bytes
 from vtensor.errors import CapacityExceeded, InvalidArgument
 
@@ -59,8 +60,7 @@ def items(operation: str, name: str, value: Any, wanted: str) -> list[Any]:
             raise InvalidArgument(
                 f"[{operation}] {name} is a {type(value).__name__} without memory: give {wanted}"
             )
-        # Of FakeTensorMode, which reads no tensor, and of vmap.
-        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+        with without_modes():  # FakeTensorMode and vmap read no tensor
             value = value.tolist()
     unordered = isinstance(value, (str, bytes, Mapping, Set))
     try:
@@ -77,6 +77,12 @@ def has_memory(t: torch.Tensor) -> bool:
         return t.numel() == 0 or t.data_ptr() != 0
     except RuntimeError:
         return False
+
+
+def bytes_spanned(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from the begin of a tensor's first element to the end of its last; 0 without elements."""
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return 0 if 0 in sizes else (last + 1) * itemsize
 
 
 def require_tables(operation: str, what: str, nbytes: int) -> None:

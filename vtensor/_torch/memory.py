@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import has_memory, of_type, tag_of
+from vtensor._base.arguments import bytes_spanned, has_memory, of_type, tag_of
 from vtensor._base.terminal import Progress
 from vtensor._base.torch_modes import whole_storage, without_modes
 from vtensor._pool.adopted import Owner, gradients_of, optimizer_state, parameters_of, raise_if_asleep
@@ -225,8 +225,8 @@ def _unfit(t: torch.Tensor) -> str | None:
 
 def _end(t: torch.Tensor) -> int:
     """Bytes that the storage of ``t`` needs."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return (int(t.storage_offset()) + last + 1) * t.itemsize if t.numel() else 0
+    spanned = bytes_spanned(t.shape, t.stride(), t.itemsize)
+    return int(t.storage_offset()) * t.itemsize + spanned if spanned else 0
 
 
 def heaps_of(module: torch.nn.Module) -> list[Heap]:
