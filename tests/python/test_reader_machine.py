@@ -19,6 +19,7 @@ from support import SOAK, eventually, memfds, open_pool
 PAGE = 4096
 ROWS, ITEM, CAPACITY = 2, 128, 400  # 512 bytes a position, 8 positions a page
 READERS = 3
+STRANGE = torch.full((CAPACITY, ITEM), -1, dtype=torch.int32)  # no item of the tensor
 
 
 class World:
@@ -99,7 +100,7 @@ class World:
             self.strangers.pop(self.random.randrange(len(self.strangers))).close()
         t = vtensor.empty(0, ITEM, grow_dim=0, capacity=CAPACITY, dtype=torch.int32, pool=self.pool)
         self.strangers.append(t)
-        t.append(torch.full((self.random.randint(1, CAPACITY), ITEM), -1, dtype=torch.int32))
+        t.append(STRANGE[: self.random.randint(1, CAPACITY)])
 
     def close(self) -> None:
         self.tensor.close()
