@@ -90,9 +90,9 @@ def emptied(layer: Any) -> dict[str, Any]:
 
 def empty(layer: Any) -> None:
     """Empties a layer, which then takes any batch."""
-    layer.reset()
-    if isinstance(layer, LinearAttentionLayer):
+    if isinstance(layer, LinearAttentionLayer):  # first: its reset would write to tensors of inference mode
         vars(layer).update(emptied(layer))
+    layer.reset()
 
 
 def _linear_states(layer: Any) -> dict[str, Any]:

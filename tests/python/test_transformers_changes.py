@@ -243,9 +243,13 @@ def test_a_layer_that_keeps_none_is_as_new(pages):
     assert cache.layers[1].keys.shape[0] == cache.layers[1].conv_states[0].shape[0] == 5
 
 
-def test_an_emptied_cache_takes_another_batch(pages):
-    """As after a refused forward of a model with linear attention, which goes on with fewer sequences."""
-    emptied, fresh = filled(pages, record=True), VTensorCache.over(DynamicCache())
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_emptied_cache_takes_another_batch(pages, mode):
+    """As after a refused forward of a model with linear attention, which goes on with fewer sequences; outside
+    of the mode in which it was filled."""
+    with mode():
+        emptied = filled(pages, record=True)
+    fresh = VTensorCache.over(DynamicCache())
     fresh.layers = [KINDS[kind](pages) for kind in ALL]
     fresh.activate_past_recording()
     emptied.reset()
