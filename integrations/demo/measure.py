@@ -212,12 +212,11 @@ def measure(runs: list[CacheRun], prompt: torch.Tensor, settings: Settings) -> l
     ) as progress:
         for run in runs:
             run.progress = progress
-        left, turn = settings.new - 1, 0
-        while left:
-            tokens = min(left, settings.slice)
-            for position in range(len(runs)):
-                runs[(turn + position) % len(runs)].generate(tokens)
-            left, turn = left - tokens, turn + 1
+        order = [*runs]
+        for left in range(settings.new - 1, 0, -settings.slice):
+            for run in order:
+                run.generate(min(left, settings.slice))
+            order.append(order.pop(0))
     config = runs[0].model.config
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     return [run.row(settings.final_length * token_bytes) for run in runs]

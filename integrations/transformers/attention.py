@@ -9,6 +9,7 @@ Follows ``integrations/flash_attention.py`` and ``flash_attention_mask`` of tran
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
 
     A forward raises InvalidArgument before the launch for padding that is not on the left, a mask that does
     not fit the cache or is more than causal, chunked attention past its first chunk, dropout, attention
-    sinks, position biases, and a window that the model has in its mask alone.
+    sinks, position biases, and a model that has its window, or that it is causal, in its mask alone.
     """
 
     def forward(
@@ -74,6 +75,11 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
         masked = set(getattr(config, "layer_types", None) or ()) != {"full_attention"}
         if sliding_window == 0 and tokens > window and masked:
             raise InvalidArgument("[attention] a window in the mask alone: use another attn_implementation")
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if not causal and query.shape[2] > 1 and getattr(module, "is_decoder", False):
+            source = vars(sys.modules[type(module).__module__]).values()
+            if not any(getattr(each, "_supports_sdpa", False) for each in source):  # as BigBird-Pegasus
+                raise InvalidArgument("[attention] causal by the mask alone: use another attn_implementation")
         options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
         if sliding_window and tokens > sliding_window:
             options["window_size"] = (sliding_window - 1, 0)
@@ -85,7 +91,7 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
             value.transpose(1, 2),
             cache_seqlens=tokens,
             softmax_scale=scaling,
-            causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+            causal=causal,
             **options,
         )
         return output, None

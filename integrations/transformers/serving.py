@@ -11,7 +11,6 @@ import inspect
 import sys
 import weakref
 from contextlib import AbstractContextManager
-from itertools import count
 from typing import Any
 
 import torch
@@ -26,16 +25,16 @@ __all__ = ["ServedModel", "serving_cache"]
 
 _OWN = ("sdpa", "eager")
 _OWN_POSITIONS = "create_position_ids_from_input_ids"  # as RoBERTa's, which begin after the padding's id
-_names = count()
 
 
 def serving_cache(model: PreTrainedModel, max_batch: int, max_len: int, **options: Any) -> KVCache:
     """A cache of the model's shape, dtype and device. ``options``: as for ``KVCache``."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    if heads is None:
-        raise _not_served(model, "has no heads of K and V")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    except (AttributeError, RuntimeError):  # the latter if they vary, as in Gemma 4
+        raise _not_served(model, "has no heads of K and V, or other heads in some layers") from None
     placed = {"dtype": model.dtype, "device": model.device}
     return KVCache(config.num_hidden_layers, heads, head_dim, max_batch, max_len, **placed | options)
 
@@ -82,6 +81,8 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         kinds = set(getattr(config, "layer_types", None) or [])
         if config.is_encoder_decoder or not kinds <= {"full_attention", "sliding_attention"}:
             raise _not_served(model, f"has an encoder, or not just full or window attention: {sorted(kinds)}")
+        if not getattr(config, "is_causal", True):  # then no mask is
+            raise _not_served(model, "is not causal")
         takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         if not takes_positions or any(hasattr(part, _OWN_POSITIONS) for part in model.modules()):
             raise _not_served(model, "has positions of its own, which count on from request to request")
@@ -108,7 +109,7 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         self._vocabulary: int = config.vocab_size
         window = getattr(config, "sliding_window", None) or cache.max_len
         self._narrow = window < cache.max_len and kinds != {"full_attention"}
-        self._name = f"vtensor-served-{next(_names)}"
+        self._name = f"vtensor-served-{id(self)}"
         configs: list[Any] = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
         for one in configs:  # and those in it
             configs += filter(None, (getattr(one, name, None) for name in one.sub_configs))
@@ -194,17 +195,14 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
                 "model to 'sdpa'"
             )
         self._attended += 1
-        window = options.get("sliding_window")
+        window: int = options.get("sliding_window") or self.cache.max_len
         sides = self._heads_first(self._states.layer)
         outputs = []
-        first = 0
-        for sequence, start, stop in self._plan.work:
-            new = stop - start
-            begin = 0 if window is None else max(0, start + 1 - window)
+        for (sequence, start, stop), part in zip(self._plan.work, query.split(self._counts, 2), strict=True):
+            begin = max(0, start + 1 - window)
             k, v = (side[sequence.slot or 0, :, begin:stop][None] for side in sides)
-            mask = self._mask(start - begin, new, window, query)
-            outputs.append(own(module, query[:, :, first : first + new], k, v, mask, **options)[0])
-            first += new
+            mask = self._mask(start - begin, stop - start, window, query)
+            outputs.append(own(module, part, k, v, mask, **options)[0])
         return torch.cat(outputs, dim=1), None
 
     def _heads_first(self, layer: int) -> list[torch.Tensor]:
@@ -212,15 +210,12 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         per_head = self.cache._layout.per_head
         return [side if per_head else side.transpose(1, 2) for side in self.cache[layer] if side is not None]
 
-    def _mask(self, before: int, new: int, window: int | None, query: torch.Tensor) -> torch.Tensor | None:
+    def _mask(self, before: int, new: int, window: int, query: torch.Tensor) -> torch.Tensor | None:
         """The mask of ``new`` queries over the keys ``before`` them and their own. None if the model's own
         attention needs no mask: one query sees all keys, and SDPA is causal if there are none before."""
-        narrow = window is not None and before + new > window
-        if new == 1 or (before == 0 and not narrow and self._own_name == "sdpa"):
+        if new == 1 or (before == 0 and new <= window and self._own_name == "sdpa"):
             return None
-        seen = query.new_ones(new, before + new, dtype=torch.bool).tril(before)
-        if window is not None:
-            seen = seen.triu(before - window + 1)
+        seen = query.new_ones(new, before + new, dtype=torch.bool).tril(before).triu(before - window + 1)
         if self._own_name == "sdpa":
             return seen[None, None]
         least = torch.finfo(query.dtype).min

@@ -217,6 +217,18 @@ NOT_SERVED = {
         {},
         "has no heads of K and V",
     ),
+    "Gemma 4": (
+        hf.Gemma4ForCausalLM,
+        hf.Gemma4TextConfig,
+        {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32},
+        "other heads",
+    ),
+    "Llama, not causal": (
+        hf.LlamaForCausalLM,
+        hf.LlamaConfig,
+        {"is_causal": False},
+        "LlamaForCausalLM is not causal",
+    ),
 }
 
 

@@ -9,13 +9,19 @@ import vtensor
 
 pytest.importorskip("transformers")
 
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForCausalLM,
+    DynamicCache,
+)
 from vtensor.integrations.transformers import VTensorCache, register_attention, unregister_attention
 
 import fake_flash
 from model_zoo import MODELS, make
 from test_transformers_compile import decode
-from tiny_models import GREEDY, before, one_thread, prompt, run  # noqa: F401
+from tiny_models import GREEDY, VOCAB, before, one_thread, prompt, run  # noqa: F401
 
 
 class Kernel:
@@ -130,6 +136,11 @@ def test_what_it_cannot_do_is_refused_before_the_kernel(kernel, pages):
     refused(made("GPT-OSS"), "s_aux")
     refused(made("Llama 4"), "40 tokens in chunks of 24")
     refused(made("Llama", sliding_window=24), "a window in the mask alone")
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}
+    refused(
+        BigBirdPegasusForCausalLM(BigBirdPegasusConfig(**sizes, attn_implementation="vtensor")).eval(),
+        "causal by the mask alone",
+    )
     full = made("Llama", sliding_window=24, layer_types=["full_attention"] * 2)  # no layer has it
     with torch.no_grad():
         full(ids, attention_mask=mask, past_key_values=VTensorCache(full.config, 128, pages))

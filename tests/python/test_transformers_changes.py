@@ -245,8 +245,8 @@ def test_a_layer_that_keeps_none_is_as_new(pages):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_emptied_cache_takes_another_batch(pages, mode):
-    """As after a refused forward of a model with linear attention, which goes on with fewer sequences; outside
-    of the mode in which it was filled."""
+    """As after a refused forward of a model with linear attention, which goes on with fewer sequences; also
+    outside of the mode in which it was filled."""
     with mode():
         emptied = filled(pages, record=True)
     fresh = VTensorCache.over(DynamicCache())
