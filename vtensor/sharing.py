@@ -49,7 +49,7 @@ from vtensor.tensor import PageRecord, TensorCore, VTensor
 ReaderCore = _core.ReaderCore
 
 # What a reader refuses, by what to do instead. The harmless methods write nothing, although they end in "_".
-_HARMLESS = {"requires_grad_", "detach_", "share_memory_", "resize_", "resize_as_", "set_"}
+_HARMLESS = {"requires_grad_", "detach_", "share_memory_"}
 _IN_PLACE = {
     name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")
 } - _HARMLESS

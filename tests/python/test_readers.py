@@ -301,6 +301,8 @@ def test_a_reader_is_a_tensor_like_any_other(pool, other):
         "r.fork()",
         "r.mul_(2)",
         "r.__setitem__(0, 1)",
+        "r.resize_(1)",
+        "r.set_(r)",
     ):
         kind, text = other.evaluate(write)
         assert kind == "VTensorError" and "belongs to another process" in text, write
