@@ -716,6 +716,9 @@ def test_a_module(pool, other):
     other.close()
     with pytest.raises(vtensor.InvalidArgument, match="in no pool"):
         vtensor.share(torch.nn.Linear(2, 2))
+    part = module.append(torch.nn.ReLU())[-1]  # without elements
+    with pytest.raises(vtensor.InvalidArgument, match="no tensor of the module has memory"):
+        ForkingPickler.dumps(vtensor.share(part))
 
 
 def test_a_cache_shows_whole_steps(pool, other):

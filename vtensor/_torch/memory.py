@@ -244,7 +244,9 @@ def open_for_readers(
     for heap in heaps_of(module):
         if opened := heap.core.open_for_readers(addresses):
             return opened
-    raise InvalidArgument("[share] the module is in no pool any more: call vtensor.adopt(module, pool) again")
+    raise InvalidArgument(
+        "[share] no tensor of the module has memory of the pool: adopt it again, if any has elements"
+    )
 
 
 def _copy(to: torch.UntypedStorage, source: torch.UntypedStorage) -> Iterator[int]:
