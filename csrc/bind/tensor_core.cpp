@@ -59,7 +59,9 @@ nb::object tuple_of(std::size_t count, Get get) {
 class TensorCore::PlainClass {
  public:
   PlainClass(TensorCore& core, nb::handle self) : core_(core), self_(self) {
-    if (self.type().is(classes.copy_on_write)) nb::setattr(self, "__class__", classes.open);
+    // Pool.wake sets the class of a tensor once that is awake.
+    if (self.type().is(classes.copy_on_write) || (self.type().is(classes.asleep) && !core.asleep()))
+      nb::setattr(self, "__class__", classes.open);
   }
   ~PlainClass() { core_.set_class_at_end(self_); }
   PlainClass& operator=(PlainClass&&) = delete;

@@ -466,6 +466,16 @@ def test_two_threads_put_to_sleep_and_wake(scene):
     scene.check()
 
 
+def test_a_tensor_has_aliases_as_soon_as_it_is_awake(pool, monkeypatch):
+    """Also while another thread's wake() has still to set its class."""
+    t = filled(pool, PAGE, 7)
+    pool.sleep(contents="host")
+    with monkeypatch.context() as patch:
+        patch.setattr(vtensor.VTensor, "_wake", lambda _: None)
+        pool.wake()
+    assert t.alias().eq(7).all()
+
+
 # --- folders -----------------------------------------------------------------------------------------------
 
 
