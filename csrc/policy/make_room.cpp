@@ -25,8 +25,10 @@ constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 // less work; and before it fails although what leaves does not suffice: other threads may give
 // back.
 constexpr std::chrono::nanoseconds kGrace = std::chrono::milliseconds(200);
-// How long it waits for the other pools of a shared budget, one of which may hang.
+// How long it waits for the other pools of a shared budget, one of which may be stopped: then no
+// request after the first waits that long until all answer again.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::seconds(1);
+constexpr std::chrono::nanoseconds kAnswerAfterNone = std::chrono::milliseconds(100);
 constexpr std::chrono::nanoseconds kLookForAnswer = std::chrono::microseconds(100);
 // Pages given to others in one step: the least that is worth a request.
 constexpr std::size_t kPagesAtOnce = 32;
@@ -49,17 +51,21 @@ class MakeRoom::Request {
   // Asks for what is missing: again if more is missing than was asked for, as when the mapper has
   // given back memory meanwhile. True while it may come.
   bool ask() VT_LOCKED {
-    if (store_.ledger() == nullptr || store_.in_use() + pages_ > store_.budget()) return false;
+    Ledger* const ledger = store_.ledger();
+    if (ledger == nullptr || store_.in_use() + pages_ > store_.budget()) return false;
     const std::size_t asked = wanted_;
     want(store_.bytes_to_charge(pages_));
     if (wanted_ > asked) {
-      until_ = std::min(until_, steady_clock::now() + kAnswer);  // since it asked first
-      request_ = store_.ledger()->request();
+      const auto patience = ledger->missed_answers() ? kAnswerAfterNone : kAnswer;
+      until_ = std::min(until_, steady_clock::now() + patience);  // since it asked first
+      request_ = ledger->request();
       over_ = false;
       return true;
     }
     if (wanted_ == 0 || over_) return false;
-    over_ = store_.ledger()->answered(request_) || steady_clock::now() >= until_;
+    const bool answered = ledger->answered(request_);
+    over_ = answered || steady_clock::now() >= until_;
+    if (over_) ledger->note_answers(answered);
     return true;  // also when it is over: what was given up is still to be looked for
   }
 

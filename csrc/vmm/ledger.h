@@ -87,6 +87,9 @@ class Ledger {
   std::uint32_t request() noexcept;
   // Whether all others have answered it, or died.
   bool answered(std::uint32_t request) const;
+  // Whether the wait for this pool's last request ended without all answers.
+  bool missed_answers() const noexcept { return missed_answers_; }
+  void note_answers(bool all) noexcept { missed_answers_ = !all; }
   // The last request, if this pool has yet to answer it.
   std::optional<std::uint32_t> unanswered() const noexcept;
   // That this pool has given up what it can; with its figures.
@@ -131,6 +134,7 @@ class Ledger {
   // As in the place, which only this object writes.
   std::uint64_t held_ = 0, wanted_ = 0;
   std::uint32_t answered_ = 0;
+  bool missed_answers_ = false;
 };
 
 }  // namespace vtensor
