@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import integer
+from vtensor._base.arguments import integer, type_text
 from vtensor._base.units import Bytes
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Pool, ZeroPolicy, checked_page_size, pool_options
@@ -44,7 +44,7 @@ def simulated_cuda_pool(
             "libcuda; run scripts/build.sh in a checkout of vtensor and name its build/tests/libsimcuda.so"
         )
     if not isinstance(library, (str, os.PathLike)):
-        raise InvalidArgument(f"[simulated_cuda_pool] library is a {type(library).__name__}: give a path")
+        raise InvalidArgument(f"[simulated_cuda_pool] library is {type_text(type(library))}: give a path")
     device = integer("simulated_cuda_pool", "device", device, 0, 2**31 - 1)
     core = _core.cuda_pool(
         device,

@@ -27,6 +27,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from vtensor import trace
+from vtensor._base.arguments import type_text
 from vtensor._base.units import byte_text
 from vtensor._pictures.events import lanes, memory_points, thinned
 from vtensor._pictures.pages import (
@@ -100,7 +101,7 @@ def page_map(tensor: VTensor | KVCache | Arena, *, ax: Axes | None = None) -> Ax
     """
     if not isinstance(tensor, (VTensor, KVCache, Arena)):
         raise InvalidArgument(
-            f"[plot.page_map] got a {type(tensor).__name__}: give one VTensor, a KVCache or an Arena"
+            f"[plot.page_map] got {type_text(type(tensor))}: give one VTensor, a KVCache or an Arena"
         )
     _refuse_closed("page_map", tensor)
     row = "row"
@@ -482,7 +483,7 @@ def _events(operation: str, given: Trace) -> Sequence[trace.Event]:
         events = given
     else:
         raise InvalidArgument(
-            f"[plot.{operation}] got a {type(given).__name__}: give a vtensor.trace.Recording, its events(), "
+            f"[plot.{operation}] got {type_text(type(given))}: give a vtensor.trace.Recording, its events(), "
             f"or a file that its export() wrote{', or a Pool' if operation == 'memory' else ''}"
         )
     if not events:
@@ -516,7 +517,7 @@ def _lanes_of_pages(owners: Any) -> list[Owner]:
     for name, owner in _named("sharing", owners).items():
         if not hasattr(owner, "pages"):
             raise InvalidArgument(
-                f"[plot.sharing] got a {type(owner).__name__}: give VTensors, or a cache that has pages()"
+                f"[plot.sharing] got {type_text(type(owner))}: give VTensors, or a cache that has pages()"
             )
         rows: dict[int, dict[int, SharedPage]] = {}
         for lane, record in _records(owner):
@@ -568,7 +569,7 @@ def _bytes_of(name: str, owner: Any) -> dict[str, int]:
         data, mapped, cached = stats.nbytes_live, stats.nbytes_mapped, stats.pages_cached
     except AttributeError:
         raise InvalidArgument(
-            f"[plot.fragmentation] {name or 'it'} is a {type(owner).__name__}: give VTensors, or caches with "
+            f"[plot.fragmentation] {name or 'it'} is {type_text(type(owner))}: give VTensors, or caches with "
             "stats()"
         ) from None
     data = min(data, mapped)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vtensor import _core
-from vtensor._base.arguments import items
+from vtensor._base.arguments import items, type_text
 from vtensor.errors import InvalidArgument
 from vtensor.tensor import TensorCore, VTensor
 
@@ -60,5 +60,5 @@ def reserve(tensor: VTensor, capacity: int) -> None:
 def _core_of(operation: str, tensor: VTensor) -> TensorCore:
     core = getattr(tensor, "_core", None)
     if not isinstance(core, TensorCore):  # a reader is a VTensor too, of a core that moves nothing
-        raise InvalidArgument(f"[{operation}] a tensor is a {type(tensor).__name__}: give a VTensor")
+        raise InvalidArgument(f"[{operation}] a tensor is {type_text(type(tensor))}: give a VTensor")
     return core

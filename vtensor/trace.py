@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from vtensor import _core
-from vtensor._base.arguments import integer
+from vtensor._base.arguments import integer, type_text
 from vtensor._base.terminal import aligned, quantile
 from vtensor.errors import InvalidArgument, VTensorError
 
@@ -291,7 +291,7 @@ def _path(operation: str, path: str | os.PathLike[str]) -> Path:
         return Path(path)
     except TypeError:
         raise InvalidArgument(
-            f"[trace.{operation}] path is a {type(path).__name__}: give a str or a pathlib.Path"
+            f"[trace.{operation}] path is {type_text(type(path))}: give a str or a pathlib.Path"
         ) from None
 
 

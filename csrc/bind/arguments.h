@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/errors.h"
@@ -25,9 +26,11 @@ using vtensor::text;
 // str(), for messages.
 inline std::string text(nb::handle object) { return nb::str(object).c_str(); }
 
-// "a str", for messages.
+// "a str", "an int", for messages.
 inline std::string type_text(nb::handle value) {
-  return "a " + text(value.type().attr("__name__"));
+  const std::string name = text(value.type().attr("__name__"));
+  const bool vowel = std::string_view("AEIOaeio").find(name[0]) != std::string_view::npos;
+  return (vowel ? "an " : "a ") + name;
 }
 
 // Turns the present TypeError into InvalidArgument. Other errors come from the argument and pass.

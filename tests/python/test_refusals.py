@@ -123,7 +123,7 @@ arena.<map | unmap | prepare>([3]) -> int: give pairs of bytes
 arena.<map | unmap | prepare | holds>(<3 | None>) -> intervals is a
 arena.unmap(<[(0, 5000)] | [(0, 9), (4096, 5000)] | [(0, 9)] * 3>) -> more often than it was mapped: nothing
 vtensor.Arena(<0 | -1 | 2**47 | 2**70>, pool=pool)
-vtensor.Arena(4096, pool=1) -> pool is a int: give a Pool
+vtensor.Arena(4096, pool=1) -> pool is an int: give a Pool
 vtensor.Arena(4096, pool=pool, tag=None) -> tag
 vtensor.Arena(2**50, zeros=True, pool=pool) -> of host memory for its tables
 vtensor.Blocks(arena, 2, None) -> parts is None: give a sequence of (offset, stride, size)
@@ -285,7 +285,7 @@ recording.__enter__() -> [trace.record] this recording was used before: make ano
 trace.record().<events() | summary() | dropped | capacity | export('nowhere')> -> has not begun: enter it
 plot.<page_map | sharing | fragmentation>(gone) -> is closed: draw it before
 plot.<memory | timeline>(<[] | recording>) -> the trace is empty: record
-plot.<memory | timeline>(3) -> got a int: give
+plot.<memory | timeline>(3) -> got an int: give
 plot.<sharing | fragmentation>([]) -> no tensors
 plot.<sharing | fragmentation>([x]) -> Tensor: give
 plot.page_map(<x | [1] | None>) -> give one VTensor, a KVCache or an Arena

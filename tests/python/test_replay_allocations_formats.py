@@ -210,7 +210,7 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
     [
         ([], "has no device_traces"),
         ({"device_traces": [[]]}, "empty history"),
-        ({"device_traces": [[7]]}, r"device_traces\[0\]\[0\]: a int, not a dict"),
+        ({"device_traces": [[7]]}, r"device_traces\[0\]\[0\]: an int, not a dict"),
         ({"device_traces": [[entry("alloc", 1, 5) | {"size": "5"}]]}, r"\[0\]\[0\]: size is '5'"),
         ({"device_traces": [[entry("alloc", -1, 5)]]}, "addr is -1"),
         (
@@ -221,7 +221,7 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
         ({"device_traces": [[entry("alloc", 1, 5)]], "segments": [{"device": 0}]}, "address is None"),
         (
             {"device_traces": [[entry("alloc", 1, 5)]], "segments": [{"address": 1, "blocks": [3]}]},
-            r"segments\[0\]\['blocks'\]\[0\]: a int",
+            r"segments\[0\]\['blocks'\]\[0\]: an int",
         ),
     ],
 )

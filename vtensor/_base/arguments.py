@@ -23,9 +23,15 @@ MOST = 2**62  # more than any address space has bytes
 _MOST_SECONDS = 10**9
 
 
+def type_text(kind: type) -> str:
+    """In messages: a str, an int."""
+    name = kind.__name__
+    return f"an {name}" if name.startswith(tuple("AEIOaeio")) else f"a {name}"
+
+
 def of_type(operation: str, name: str, value: object, wanted: type[T]) -> T:
     if not isinstance(value, wanted):
-        raise _refusal(operation, name, value, f"a {wanted.__name__}")
+        raise _refusal(operation, name, value, type_text(wanted))
     return value
 
 
@@ -58,7 +64,7 @@ def items(operation: str, name: str, value: Any, wanted: str) -> list[Any]:
     if isinstance(value, torch.Tensor):
         if not has_memory(value):
             raise InvalidArgument(
-                f"[{operation}] {name} is a {type(value).__name__} without memory: give {wanted}"
+                f"[{operation}] {name} is {type_text(type(value))} without memory: give {wanted}"
             )
         with without_modes():  # FakeTensorMode and vmap read no tensor
             value = value.tolist()
@@ -157,4 +163,4 @@ def tag_of(operation: str, tag: object) -> str:
 
 
 def _refusal(operation: str, name: str, value: object, wanted: str) -> InvalidArgument:
-    return InvalidArgument(f"[{operation}] {name} is a {type(value).__name__}: give {wanted}")
+    return InvalidArgument(f"[{operation}] {name} is {type_text(type(value))}: give {wanted}")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from vtensor._base.arguments import MOST, choice, integer
+from vtensor._base.arguments import MOST, choice, integer, type_text
 from vtensor._base.torch_modes import without_modes
 from vtensor.errors import CapacityExceeded, InvalidArgument
 
@@ -112,7 +112,7 @@ def layout_of(
     choice("KVCache", "layout", layout, ("NHD", "HND"))
     if windows is not None and not isinstance(windows, Sequence):
         raise InvalidArgument(
-            f"[KVCache] windows is a {type(windows).__name__}: give None or a number for each layer"
+            f"[KVCache] windows is {type_text(type(windows))}: give None or a number for each layer"
         )
     given: Sequence[int | None] = [None] * num_layers if windows is None else windows
     window_of = [0 if w is None else min(integer("KVCache", "a window", w), MOST) for w in given]

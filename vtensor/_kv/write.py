@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vtensor._base.arguments import MOST, has_memory, items
+from vtensor._base.arguments import MOST, has_memory, items, type_text
 from vtensor._base.torch_modes import without_modes
 from vtensor.errors import InvalidArgument
 
@@ -92,7 +92,7 @@ def checked_states(name: str, states: Any, whole: torch.Tensor, heads_dim: int, 
     in dimension ``heads_dim``."""
     heads, dim = whole.shape[heads_dim], whole.shape[3]
     if not isinstance(states, torch.Tensor):
-        raise InvalidArgument(f"[KVCache.write] {name} is a {type(states).__name__}: give a tensor")
+        raise InvalidArgument(f"[KVCache.write] {name} is {type_text(type(states))}: give a tensor")
     if (
         states.dim() not in (3, 4)
         or tuple(states.shape[-2:]) != (heads, dim)
@@ -106,7 +106,7 @@ def checked_states(name: str, states: Any, whole: torch.Tensor, heads_dim: int, 
         )
     if not has_memory(states):
         raise InvalidArgument(
-            f"[KVCache.write] {name} is a {type(states).__name__} without memory: give one with contents"
+            f"[KVCache.write] {name} is {type_text(type(states))} without memory: give one with contents"
         )
     if states.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
@@ -147,7 +147,7 @@ def token_ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> bytes:
                 "ids of one request, [n]"
             )
     if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, Iterable):
-        raise InvalidArgument(f"[{operation}] tokens is a {type(tokens).__name__}: give the ids, [n]")
+        raise InvalidArgument(f"[{operation}] tokens is {type_text(type(tokens))}: give the ids, [n]")
     try:
         return array("q", items(operation, "tokens", tokens, "the ids, [n]")).tobytes()
     except (TypeError, OverflowError) as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vtensor import _core
-from vtensor._base.arguments import bytes_spanned, has_memory, of_type, tag_of
+from vtensor._base.arguments import bytes_spanned, has_memory, of_type, tag_of, type_text
 from vtensor._base.terminal import Progress
 from vtensor._base.torch_modes import whole_storage, without_modes
 from vtensor._pool.adopted import Owner, gradients_of, optimizer_state, parameters_of, raise_if_asleep
@@ -192,7 +192,7 @@ def _named(what: object) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"tensor {i}", of_type("adopt", f"tensor {i}", t, torch.Tensor)
     else:
         raise InvalidArgument(
-            f"[adopt] what is a {type(what).__name__}: give a Module, an Optimizer, or a list of tensors"
+            f"[adopt] what is {type_text(type(what))}: give a Module, an Optimizer, or a list of tensors"
         )
 
 
@@ -201,7 +201,7 @@ def _unfit(t: torch.Tensor) -> str | None:
     if isinstance(t, VTensor):
         return "is a VTensor, which has its pages from a pool already"
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
-        return f"is a {type(t).__name__}: only plain tensors and parameters can be moved"
+        return f"is {type_text(type(t))}: only plain tensors and parameters can be moved"
     if t.is_meta:
         return "is on the meta device and has no contents: materialise the module first, with to_empty()"
     if t.layout != torch.strided:

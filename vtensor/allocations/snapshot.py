@@ -8,6 +8,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import IO, Any, NoReturn
 
+from vtensor._base.arguments import type_text
 from vtensor.allocations.events import AllocationTrace, Event, checked, malformed, named, selected
 from vtensor.errors import InvalidArgument
 
@@ -74,7 +75,7 @@ def _events(path: Path, number: int, entries: list[Any]) -> Iterator[tuple[str, 
     for i, entry in enumerate(entries):
         place = f"{path} device_traces[{number}][{i}]"
         if not isinstance(entry, dict):
-            raise malformed(f"{place}: a {type(entry).__name__}, not a dict")
+            raise malformed(f"{place}: {type_text(type(entry))}, not a dict")
         action = entry.get("action")
         if action not in ("alloc", free):
             continue
@@ -98,7 +99,7 @@ def _live_at_end(path: Path, number: int, ranges: Any) -> Iterator[tuple[str, Ev
         for j, part in enumerate(parts if isinstance(parts, list) else []):
             where = f"{place}['blocks'][{j}]"
             if not isinstance(part, dict):
-                raise malformed(f"{where}: a {type(part).__name__}, not a dict")
+                raise malformed(f"{where}: {type_text(type(part))}, not a dict")
             size = _whole(where, "size", part.get("size"))
             if part.get("state") in _LIVE:
                 asked = _whole(where, "requested_size", part.get("requested_size", size))

@@ -17,6 +17,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, NoReturn, TextIO, overload
 
+from vtensor._base.arguments import type_text
 from vtensor.errors import InvalidArgument
 
 PIECE_TOKENS = 512
@@ -134,7 +135,7 @@ def _mooncake(path: Path) -> Iterator[Row]:
             except (ValueError, RecursionError) as error:
                 raise _malformed(place, f"this is not JSON ({error})") from error
             if not isinstance(row, dict):
-                raise _malformed(place, f"a {type(row).__name__}, not an object")
+                raise _malformed(place, f"{type_text(type(row))}, not an object")
             prompt = _count(place, "input_length", row.get("input_length"))
             pieces: Any = row.get("hash_ids")
             when: Any = row.get("timestamp")

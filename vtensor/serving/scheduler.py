@@ -12,7 +12,7 @@ import time
 from collections import abc
 from itertools import repeat
 
-from vtensor._base.arguments import integer, number, of_type
+from vtensor._base.arguments import integer, number, of_type, type_text
 from vtensor.errors import InvalidArgument, OutOfPages
 from vtensor.serving._books import Books, by_arrival
 from vtensor.serving._commit import Change, commit, each, sets
@@ -63,7 +63,7 @@ class Scheduler:
     ) -> None:
         if not hasattr(cache, "max_batch"):
             raise InvalidArgument(
-                f"[Scheduler] cache is a {type(cache).__name__}: give a vtensor.KVCache, or an object with "
+                f"[Scheduler] cache is {type_text(type(cache))}: give a vtensor.KVCache, or an object with "
                 "its calls"
             )
         token_budget = integer("Scheduler", "token_budget", token_budget)
