@@ -18,7 +18,7 @@ HEADS, HEAD_DIM = 8, 128  # float32: a token is 4 KiB
 class Steps:
     """A sample of `count` steps: gives their median, and keeps their mean and 99th percentile."""
 
-    step: Callable[[int], object]  # is told which step it is
+    step: Callable[[int], object]  # takes the number of the step
     count: int
     settings: Settings
     reset: Callable[[], object] = lambda: None

@@ -1,7 +1,7 @@
 """What the trace costs ``extend(1)`` inside a page, in instructions that callgrind counts (I16).
 
 Off: a function with a point against the same function without, both in C++, times the points that an extend
-passes. On: extend while somebody records against extend while nobody does. A quick run counts the point
+passes. On: extend while a recording runs against extend without one. A quick run counts the point
 alone, because under callgrind torch takes ten seconds to import.
 """
 

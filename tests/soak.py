@@ -275,7 +275,7 @@ class Worker:
 
     def replay(self, executable: int, modelled: Modelled, stream: int) -> None:
         """In a lease: the graph keeps the pages, but what remaps them must know of this stream."""
-        if modelled not in self.tensors:  # closed: nobody remaps them any more
+        if modelled not in self.tensors:  # closed: nothing remaps them any more
             return self.device.replay(executable, stream)
         with self.held(vtensor.lease(modelled.actual, stream=stream)):
             self.device.replay(executable, stream)
@@ -297,7 +297,7 @@ class Worker:
             self.end(lease)
 
     def end(self, lease: vtensor.lease) -> None:
-        """Tries again what is refused: what nobody ends is held for good.
+        """Tries again what is refused: what is never ended is held for good.
 
         Faults refuses three calls in two milliseconds at most, and a refused try of some 10 us used up one of
         them. So 100 in a row are something else: a device in error refuses every call for good.
@@ -351,7 +351,7 @@ class Faults(threading.Thread):
 
 class GivenUp:
     """How many user objects a pool gave up: a graph refused each, and its release was refused twice (see
-    keep_for_graph in csrc/driver/cuda_streams.cpp). Told by the calls that it made and those that arrived."""
+    keep_for_graph in csrc/driver/cuda_streams.cpp): the calls that it made, less those that arrived."""
 
     RETAIN, RELEASE = "cuGraphRetainUserObject", "cuUserObjectRelease"
 
@@ -416,7 +416,7 @@ def play(kind: str, number: int, seed: int, counts: collections.Counter) -> None
     for worker in workers:
         assert worker.failure is None, f"{kind}, {options}:\n{worker.failure}"
     for worker in workers:
-        with contextlib.suppress(vtensor.DriverError):  # what the mapper met, told once
+        with contextlib.suppress(vtensor.DriverError):  # what the mapper met, raised once
             pool.wait_idle(5)
         worker.finish()
     del worker

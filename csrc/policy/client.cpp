@@ -225,9 +225,9 @@ std::size_t Client::drop_ahead() {
 }
 
 void Client::failed(std::exception_ptr error) {
-  Client& told = host_ == nullptr ? *this : *host_->client;
-  told.error_ = std::move(error);
-  told.failed_.store(true, std::memory_order_relaxed);
+  Client& owner = host_ == nullptr ? *this : *host_->client;
+  owner.error_ = std::move(error);
+  owner.failed_.store(true, std::memory_order_relaxed);
 }
 
 std::exception_ptr Client::take_error() {

@@ -64,7 +64,7 @@ struct RealCuda {
   static void fill(Address at, std::size_t bytes, std::uint8_t value);
   static bool holds(Address at, std::size_t bytes, std::uint8_t value);
   static bool stores(Address at);
-  // The device reports free memory to other processes too, so a leak cannot be told from their use.
+  // The device reports free memory to other processes too, so a leak looks like their use.
   static std::string leaks() { return {}; }
 };
 

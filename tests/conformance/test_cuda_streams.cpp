@@ -236,7 +236,7 @@ TEST_CASE("a copy that does not finish times out, and what it may write is set a
   const Handle last = s.driver->create(1);
   copy_page(*s.driver, last, s.range);
   CHECK(s.is_marked(last, 7));
-  CHECK(s.is_marked(to, 7));  // late, and in nobody's way
+  CHECK(s.is_marked(to, 7));  // late, and in no other's way
   CHECK(s.control.leaks().mappings == mappings);
   CHECK(s.control.illegal_accesses() == 0);
 }

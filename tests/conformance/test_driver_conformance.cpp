@@ -132,7 +132,7 @@ DRIVER_TEST("remap changes access, handles, or both") {
     CHECK(bench.is_marked(from[i], static_cast<std::uint8_t>(i + 1)));
 }
 
-DRIVER_TEST("zero clears what it is told") {  // I7
+DRIVER_TEST("zero clears what it is given") {  // I7
   Bench<T> bench;
   const auto handles = bench.make_handles(3, 1);
   const Address range = bench.mapped(handles, Access::writable);

@@ -54,7 +54,7 @@ DRIVER_TEST("copy_pages copies many pages behind what the side stream waits for"
   driver.copy_pages({});
 }
 
-DRIVER_TEST("free memory is told") {
+DRIVER_TEST("free memory is reported") {
   Bench<T> bench;
   CHECK(bench.driver->free_memory() >= bench.page_size);
 }

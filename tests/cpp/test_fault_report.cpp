@@ -1,4 +1,4 @@
-// Reports of faults: what they say, and to whom signals are handed on.
+// Reports of faults: what they say, and which handlers get the signals.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <setjmp.h>
@@ -102,7 +102,7 @@ void handle(void (*handler)(int, siginfo_t*, void*), int flags = 0) {
   sigaction(SIGSEGV, &action, nullptr);
 }
 
-// A handler of somebody else. It ends the process with 40 if it was handed the fault itself.
+// Another library's handler. It ends the process with 40 if it was handed the fault itself.
 void exit_40(int, siginfo_t* info, void*) {
   _exit(info->si_code > 0 && info->si_addr == const_cast<char*>(poke_at) ? 40 : 41);
 }
@@ -287,7 +287,7 @@ TEST_CASE("off is off, and leaves the handlers as they were") {
     });
     CHECK(count(kept, kReport) == (again ? 1 : 0));
   }
-  // Somebody took it away without a word.
+  // The program reset the signal's handler in between.
   const std::string taken = said(-SIGSEGV, [](int to) {
     explain(to);
     signal(SIGSEGV, SIG_DFL);

@@ -1,5 +1,5 @@
-// The file that several processes share a budget in: places, charges, requests, and what those
-// leave who die.
+// The file that several processes share a budget in: places, charges, requests, and what a
+// process that dies leaves.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -228,7 +228,7 @@ TEST_CASE("a file that was made shorter ends no process, and is charged no more"
   }
 }
 
-TEST_CASE("who comes while the last one leaves joins no file that is gone") {
+TEST_CASE("a pool that joins while the last one leaves joins no file that is gone") {
   const std::string name = fresh_name();
   const int file = lock_file(name);
   std::unique_ptr<Ledger> late;
@@ -266,7 +266,7 @@ TEST_CASE("threads that join, charge, give back and leave never pass the limit")
   CHECK(kept->charge(kLimit));
 }
 
-TEST_CASE("who is killed leaves nothing, whenever that is") {
+TEST_CASE("a killed process leaves nothing, whenever that is") {
   const std::string name = fresh_name();
   const auto kept = join(name);
   std::uint64_t most = 0;
@@ -292,7 +292,7 @@ TEST_CASE("who is killed leaves nothing, whenever that is") {
   CHECK(most <= kLimit);
 }
 
-TEST_CASE("who is asked is woken and answers, or is dead") {
+TEST_CASE("a pool that is asked is woken and answers, or is dead") {
   const std::string name = fresh_name();
   const auto one = join(name), other = join(name);
   CHECK(other->charge(900));

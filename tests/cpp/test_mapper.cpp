@@ -52,7 +52,7 @@ void check_zeros(const Buffer& buffer, std::size_t pages) {
 
 }  // namespace
 
-TEST_CASE("a caller who overtakes the mapper waits for no more than a step of its") {
+TEST_CASE("a caller that overtakes the mapper waits for no more than a step of its") {
   bool overtaken = false;
   // Tried a few times, as the machine may keep this thread waiting.
   for (int tries = 0; tries < 5 && !overtaken; ++tries) {

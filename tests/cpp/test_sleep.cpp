@@ -663,7 +663,7 @@ TEST_CASE_TEMPLATE("what died asleep needs no memory, and nothing waits for it",
   other->abandon();
 }
 
-TEST_CASE_TEMPLATE("what a freed tensor left is nobody's after a sleep either (I7)", T, OnHost,
+TEST_CASE_TEMPLATE("no tensor gets what a freed one left, after a sleep either (I7)", T, OnHost,
                    OnSimulation) {
   One<T> one(12, {.prefetch = 16 * kPage, .cache = 64 * kPage});
   const std::shared_ptr<PagePool>& pool = one.pool;

@@ -141,13 +141,12 @@ TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T,
   CHECK(bench.used() == 2 * 5);
   CHECK(bench.grow(other, 4));
   fall_asleep();
-  CHECK(bench.grow(other, 1));  // asks, and calls nobody
+  CHECK(bench.grow(other, 1));  // asks the mapper, and makes no call
   bench.cache.reset();
   let_go<T>(bench.pool);
 }
 
-TEST_CASE_TEMPLATE("a slot whose pages the driver keeps makes nobody wait", T, OnHost,
-                   OnSimulation) {
+TEST_CASE_TEMPLATE("no slot waits for one whose pages the driver keeps", T, OnHost, OnSimulation) {
   Bench<T> bench(plain(2), 100);
   const std::size_t parent = bench.begin(9);
   const std::size_t fork = bench.fork(parent, 1).front();

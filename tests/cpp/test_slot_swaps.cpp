@@ -74,7 +74,7 @@ TEST_CASE_TEMPLATE("one that has nothing, and one that a window has passed, swap
   bench.finish();
 }
 
-// I3, I12: by fences alone; nobody waits.
+// I3, I12: by fences alone; no thread waits.
 TEST_CASE("layers arrive in their order, each behind a fence of its own") {
   HeldCopies bench(layered(2), 200);
   const std::size_t slot = bench.begin(13);
@@ -130,7 +130,7 @@ TEST_CASE("a layer before the first that has rows waits for nothing") {
   bench.finish();
 }
 
-TEST_CASE("pages stay mapped until they are copied, and nobody gets them (I3)") {
+TEST_CASE("pages stay mapped until they are copied, and no other slot gets them (I3)") {
   for (const std::size_t ahead : {std::size_t{0}, 8 * kPage}) {
     PoolOptions options = kHasty;
     options.prefetch = ahead;

@@ -1,4 +1,5 @@
-// The ring of the trace (I16): what it keeps, what it loses, and who may write and read it at once.
+// The ring of the trace (I16): what it keeps, what it loses, and what may write and read it at
+// once.
 #include <unistd.h>
 
 #include <algorithm>

@@ -25,7 +25,7 @@ from benchmarks import gpu  # noqa: E402
 pytestmark = needs_simcuda
 RECORDINGS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 GRANULARITY = 2 << 20
-# What a driver lets pass and the simulation refuses, so that tests see who does it.
+# What a driver lets pass and the simulation refuses, so that tests see the call that does it.
 STRICTER = {
     "unmap twice",
     "unmap where nothing was mapped",

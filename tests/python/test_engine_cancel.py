@@ -119,7 +119,7 @@ def test_progress(capsys, monkeypatch, shown):
 
 
 def test_a_request_that_does_not_fit_costs_no_prefix():
-    """Prefixes that nobody uses are given up for a step that is granted, not for one that is refused."""
+    """Prefixes that no request uses are given up for a step that is granted, not for one that is refused."""
     with opened("host", 24, max_len=96) as cache:
         engine = engine_over(cache)
         engine.run([Request("prefix", [1] * 16, 1)])

@@ -289,7 +289,7 @@ def test_pages_that_cannot_suffice_are_not_waited_for(sim, stream_pool, emptied)
 
 
 def test_pages_that_leave_what_falls_asleep_are_not_waited_for(sim, stream_pool, emptied):
-    """They go with the rest of it. What is cached goes for who asks."""
+    """They go with the rest of it. What is cached goes for the operation that asks."""
     pool = stream_pool(16, patience=20, cache=8 * PAGE)
     t, stream = filled(pool, 32), sim.stream(held=True)
     t.record_stream(stream)

@@ -1,4 +1,4 @@
-"""Latencies that are promised: what time is left, to the digit, and who leaves for whom."""
+"""Latencies that are promised: what time is left, to the digit, and which request leaves for which."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_share_of_prompts():
     assert pace.prompt_share == pytest.approx(0.5, rel=0.01)
 
 
-# --- who leaves -------------------------------------------------------------------------------------------
+# --- which one leaves -------------------------------------------------------------------------------------
 
 
 def test_those_leave_that_have_generated_most():
@@ -203,7 +203,7 @@ def test_worth_it():
         pytest.param(promises(earned=0.0), {}, id="the account is empty"),
         pytest.param(promises(slower=0.0), {}, id="nothing may be slower"),
         pytest.param(promises(copy_seconds=1.0), {}, id="copies cost the others more than it gains"),
-        pytest.param(promises(left=1000.0), {}, id="nobody ends before all have grown"),
+        pytest.param(promises(left=1000.0), {}, id="none ends before all have grown"),
         pytest.param(promises(), {"prompt": 1}, id="it gains too little"),
         pytest.param(
             promises(),

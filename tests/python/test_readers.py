@@ -366,7 +366,7 @@ def test_a_killed_reader_frees_what_it_held(pool, short_lived):
 
 def test_the_worker_frees_it_without_being_asked(kind, short_lived):
     with shareable(kind, prefetch=1 << 20) as pool:
-        for patience in (0.5, 2, 8):  # who asks for counts frees it too, but they say what was free before
+        for patience in (0.5, 2, 8):  # asking for counts frees it too, but they say what was free before
             t = rows(pool, 1000)
             reader = short_lived()
             reader.receive(t)

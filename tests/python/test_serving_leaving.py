@@ -1,5 +1,5 @@
 """Requests that wait in host memory while a prompt has their room: each gets the tokens it has alone, none
-starves, and none leaves where that helps nobody."""
+starves, and none leaves where that helps no other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def most_iterations(requests) -> int:
 
 # --- the same tokens as alone -----------------------------------------------------------------------------
 
-EARLY, LONG = Request("early", [2] * 3, 3), Request("long", [1] * 12, 24)  # the account fills, and who leaves
+EARLY, LONG = Request("early", [2] * 3, 3), Request("long", [1] * 12, 24)  # the account fills; LONG leaves
 prompts = st.integers(1, 12).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=n, max_size=n))
 shapes = st.tuples(
     st.sampled_from([2, 4, 6, 8, 10]), prompts, st.sampled_from([1, 2, 4, 24]), st.sampled_from([1, 1, 1, 2])
@@ -134,12 +134,12 @@ def test_a_long_answer_among_short_requests_without_end():
     assert any(left)
 
 
-# --- who leaves, and when ---------------------------------------------------------------------------------
+# --- which one leaves, when -------------------------------------------------------------------------------
 
 
 def run_mix(promises, token_seconds=0.0, late=0.0, token_budget=16, requests=LEAVING[1]):
-    """LEAVING, by a clock that the work moves. Returns the scheduler's counts, who made room, and who was
-    away before the plan with which each began."""
+    """LEAVING, by a clock that the work moves. Returns the scheduler's counts, which requests made room, and
+    which were away before the plan with which each began."""
     now, left, away = 0.0, [], {}
     with opened("host", LEAVING[0], SLOTS) as cache:
         scheduler = Scheduler(cache, token_budget=token_budget, promises=promises, clock=lambda: now)

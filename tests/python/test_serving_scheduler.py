@@ -40,7 +40,7 @@ def check_plan(engine, plan) -> None:
         assert all(group.order > order for order in running), "a later arrival kept its memory"
         assert group.status is (Status.SWAPPED if group in scheduler.swapped else Status.WAITING)
     if plan.admitted and queued:
-        assert max(group.order for group in plan.admitted) < min(queued), "somebody was overtaken"
+        assert max(group.order for group in plan.admitted) < min(queued), "a queued request was overtaken"
     stats = scheduler.cache.stats()
     assert stats.slots_used == sum(len(group.holders) for group in scheduler.running)
     assert stats.slots_swapped == sum(len(group.holders) for group in scheduler.swapped)

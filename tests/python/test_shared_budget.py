@@ -69,7 +69,7 @@ def held(pool):
 
 
 def refused_after(call, *arguments) -> float:
-    """Seconds, until it was refused for want of memory. One is for who is stopped: all others answer."""
+    """Seconds, until it was refused for want of memory. One is for a stopped process: all others answer."""
     began = time.monotonic()
     with pytest.raises(vtensor.OutOfPages):
         call(*arguments)
@@ -275,7 +275,7 @@ def test_pages_are_mapped_ahead_only_beside_what_others_ask_for(kind, name):
         Other(kind, name) as silent,
     ):
         silent("grow", 40)
-        silent.stop()  # so that who asks waits for a second
+        silent.stop()  # so that a request waits for a second
         growing, t = pages(eager, 2), pages(pool)
 
         def need():
@@ -605,7 +605,7 @@ def test_top_shows_who_has_what(kind, name, capsys):
         at = next(i for i, line in enumerate(lines) if line.startswith(name))
         assert "[#########...............] 100 KiB of 256 KiB (39%)" in lines[at]
         assert lines[at + 1].split() == ["pid", "device", "held", "active", "cached", "free", "command"]
-        assert lines[at + 2].split()[0] == str(os.getpid())  # who holds most comes first
+        assert lines[at + 2].split()[0] == str(os.getpid())  # the largest holder comes first
         assert "20 KiB" in lines[at + 2] and str(other.pid) in lines[at + 3]
         kept.close()
 
@@ -625,7 +625,7 @@ def test_top_passes_over_what_is_no_budget(name, capsys):
         strange.rmdir()
 
 
-def test_top_does_not_wait_for_who_is_stopped(name):
+def test_top_does_not_wait_for_a_stopped_process(name):
     with budgeted(name), Other("host", name) as other:
         other("grow", 6)
         other.stop()

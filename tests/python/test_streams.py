@@ -239,7 +239,7 @@ try:
 except vtensor.DriverError as error:
     assert "INVALID_HANDLE" in str(error), error
 else:
-    raise AssertionError("nobody was told")
+    raise AssertionError("no call was refused")
 assert pool.stats().pages_pinned == pool.stats().pages_used == 4
 with filled(pool, 16, 9) as u:
     assert u.eq(9).all()

@@ -100,7 +100,7 @@ def all_is_well():
             assert cache.swap_in(one)
         cache.wait(one)
         check_contents(cache, one, range(n))
-    for once in (pool.wait_idle, lambda: t.extend(0)):  # what the mapper met meanwhile is told here (I10)
+    for once in (pool.wait_idle, lambda: t.extend(0)):  # raises what the mapper met meanwhile (I10)
         attempt("the mapper", once)
     count = len(refused)
     cache.swap_out(away)

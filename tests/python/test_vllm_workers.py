@@ -223,7 +223,7 @@ def test_an_interrupted_call_has_held_nothing(monkeypatch, where):
             memory.hold([0, 1, 2])
         made.settle()
         assert memory.mapped == 0 and [t.mapped for t in made.tables] == [0, 0]
-        assert memory.whole([0, 1]) == [False, False]  # nobody knows
+        assert memory.whole([0, 1]) == [False, False]  # no worker has said
         assert memory.hold([1, 5]) == ([], [1, 5])
         assert [t.mapped for t in made.tables] == [2, 2]
 

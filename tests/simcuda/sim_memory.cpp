@@ -16,7 +16,7 @@
 namespace simcuda {
 namespace {
 
-// What fresh allocations hold, so that nobody takes them for zeros.
+// What fresh allocations hold, so that no test takes them for zeros.
 constexpr unsigned char kStale = 0xA5;
 
 // The simulation itself is broken where the kernel refuses: no test can go on.

@@ -1,8 +1,8 @@
 // The streams of the simulated libcuda (a test double): queues of work, events, and what tests hold
 // back.
 //
-// Work is executed in the order of its stream, and behind what it was told to wait for: at once
-// where `eager` is set, otherwise when somebody asks about it. What a stream that is held was given
+// Work is executed in the order of its stream, and behind what the stream waits for: at once
+// where `eager` is set, otherwise when a call asks about it. What a stream that is held was given
 // stays "running". Work that finds its memory not mapped, not accessible or replaced since its
 // launch is an illegal access.
 #pragma once
@@ -71,7 +71,7 @@ class SimStreams {
     CUcontext context = nullptr;
     Point point;
     std::shared_ptr<Capture> capture;  // where it was last recorded in one
-    std::uint64_t unseen = 0;          // queries that are told "not ready" whatever it stands for
+    std::uint64_t unseen = 0;          // queries answered "not ready" whatever it stands for
   };
 
   explicit SimStreams(SimMemory& memory) : memory_(memory) {}

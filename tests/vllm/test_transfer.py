@@ -109,7 +109,7 @@ def test_the_engine_goes_on_when_the_other_is_killed(results, name):
 
 @pytest.mark.parametrize("name", LATE)
 def test_blocks_stay_until_they_were_read_or_the_lease_is_over(results, name):
-    """Who reads later reads zeros, and harms nobody."""
+    """A later read gives zeros, and harms no request."""
     result = results[name]
     assert result is not None, "the scenario failed: see what it printed"
     leased, after = result["leased"]

@@ -127,7 +127,7 @@ class Side(Engine):
 
 
 class Prefill:
-    """The side that prefills: another process, which does what it is told, and steps its engine meanwhile."""
+    """The side that prefills: another process, which runs what it is sent, and steps its engine meanwhile."""
 
     def __init__(self, **options):
         self.pipe, theirs = processes.Pipe()
@@ -298,7 +298,7 @@ def after_the_kill(decode: Side) -> dict:
 
 
 def nobody_reads(transports: str | None):
-    """Until the lease is over, and the memory gone; then somebody does."""
+    """Until the lease is over, and the memory gone; then the decoding side does."""
     with both(transports, {"lease": 3}) as (prefill, decode):
         tokens = carry_over(prefill, decode, WORK[:1])
         asked = prefill.ask("prefill", "a.", WORK[1])
