@@ -88,7 +88,7 @@ class Arena : public Client {
   };
 
   static std::size_t pages_for(const PagePool& pool, std::size_t bytes, const Caller& caller);
-  // Also for pages that map() needs.
+  // Called also for pages that map() needs.
   void arrived(const Reservation::Arrival& arrival) override VT_LOCKED;
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;

@@ -112,7 +112,7 @@ class Recording {
 
   // A second call does nothing.
   void stop();
-  // Those so far, sorted by begin; of two with the same begin the longer first.
+  // The events so far, sorted by begin; of two with the same begin the longer first.
   std::vector<Event> events() const;
   // How many events newer ones have replaced.
   std::uint64_t dropped() const;

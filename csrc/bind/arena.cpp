@@ -47,7 +47,7 @@ class ArenaCore {
     const SoleOperation operation(mutex_, arena_, name, stream);
     return without_gil([&] { return body(*arena_, operation.caller()); });
   }
-  // The same, with memory. First raises the mapper's error for the arena, if there is one.
+  // `run` with memory. First raises the mapper's error for the arena, if there is one.
   template <typename Body>
   auto run_with_memory(const char* name, const Body& body) {
     const SoleOperation operation(mutex_, arena_, name);

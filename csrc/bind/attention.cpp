@@ -125,7 +125,7 @@ struct Grown {
   std::int64_t length() const { return shape[grow_dim]; }
 };
 
-// Of a VTensor or a Reader; empty for other objects. Throws Closed.
+// What a VTensor or a Reader covers; empty for other objects. Throws Closed.
 std::optional<Grown> grown_in(nb::handle object) {
   TorchBridge& torch = TorchBridge::get();
   if (torch.is_plain(object)) return {};

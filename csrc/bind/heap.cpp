@@ -94,8 +94,8 @@ class HeapCore {
     return without_gil([&] { return heap->counts(); });
   }
 
-  // Of the arenas in which these addresses lie: first byte and bytes of each, and the files. None
-  // if they lie in no arena of this heap.
+  // First byte and bytes of each arena in which these addresses lie, and its files. None if they
+  // lie in no arena of this heap.
   using OpenArenas = std::pair<std::vector<std::pair<Address, std::size_t>>, ReaderFiles>;
   std::optional<OpenArenas> open_for_readers(const std::vector<Address>& addresses) {
     const std::shared_ptr<Heap> heap = open("share");

@@ -108,7 +108,7 @@ class SoleOperation {
       : lock_(mutex.hold(name)),
         pool_(pool_of(mutex, held, name)),
         caller_(caller_of(name, stream, pool_)) {}
-  // Of a caller whose stream is known.
+  // For a caller whose stream is known.
   template <typename Held>
   SoleOperation(OperationMutex& mutex, const Held& held, const Caller& caller)
       : lock_(mutex.hold(caller.operation)),
@@ -116,8 +116,8 @@ class SoleOperation {
         caller_(caller) {}
 
   const Caller& caller() const { return caller_; }
-  // The same for a record of the stream. Not as a named stream, which may end: it is used again
-  // when pages go.
+  // The caller for a record of the stream, which is not named: a named one may end, and this one is
+  // used again when pages go.
   Caller recorded() const { return {caller_.operation, caller_.stream}; }
 
   template <typename Body>

@@ -54,7 +54,7 @@ class ReaderCore {
     RangeReaders& readers = open();
     const Caller caller{"reader", TorchBridge::get().current_stream(device())};
     const bool stale = readers.stale();
-    // Of anything new it may have to wait for the writer.
+    // If there is anything new, it may have to wait for the writer.
     return stale ? without_gil([&] { return readers.sync(caller, true); })
                  : readers.sync(caller, false);
   }
@@ -64,7 +64,7 @@ class ReaderCore {
     static_cast<void>(memory.driver().capturing("reader", stream));
     memory.note({"reader", stream});  // as a stream of torch's: it is used again when pages go
   }
-  // Of bytes that lie in the range.
+  // A storage over bytes that lie in the range.
   nb::object storage(std::size_t i, std::size_t offset, std::size_t bytes) {
     const Address at = open().at(i).base() + offset;
     return TorchBridge::get().storage_over(readers_, device(), at, bytes);

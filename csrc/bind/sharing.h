@@ -9,8 +9,8 @@
 
 namespace vtensor::bind {
 
-// Of the pool's memory, and of the shared file of each range. Closed with it: Python may be
-// interrupted before it has done anything with them (I17).
+// Descriptors of the pool's memory, and of the shared file of each range. They are closed with this
+// object: Python may be interrupted before it has used them (I17).
 class ReaderFiles {
  public:
   ReaderFiles() = default;

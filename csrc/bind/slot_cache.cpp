@@ -320,7 +320,7 @@ class CacheCore {
     void run_evicting(const std::function<void()>& body) const {
       with_memory(body, [this](unsigned tries) { return cache_.evict(tries); });
     }
-    // The same. Returns false if memory is still short.
+    // `run_evicting`, but returns false if memory is still short.
     bool run_if_it_fits(const std::function<void()>& body) const {
       try {
         run_evicting(body);

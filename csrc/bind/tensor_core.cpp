@@ -210,7 +210,7 @@ void TensorCore::set_class(nb::handle self) {
   if (!self.type().is(wanted)) nb::setattr(self, "__class__", wanted);
 }
 
-// The same where nothing can be thrown. A tensor that lacks the hooks of its class has no memory
+// `set_class` where nothing can be thrown. A tensor that lacks the hooks of its class has no memory
 // until the next operation, so that no write reaches shared pages (I6).
 void TensorCore::set_class_at_end(nb::handle self) noexcept {
   try {
@@ -268,7 +268,7 @@ std::size_t TensorCore::checked_capacity(const char* operation, std::int64_t cap
                          " does not hold the length of ", length(), ": raise it");
 }
 
-// Of positions that growth adds, those to be zeroed: in a forked tensor, what its parent had
+// The positions to be zeroed of those that growth adds: in a forked tensor, what its parent had
 // truncated; in one made by zeros(), also what the tensor itself had there.
 Interval TensorCore::stale_in(Interval added, std::size_t stale_until) const {
   if (buffer_->pool()->zero_policy() != ZeroPolicy::never)

@@ -131,7 +131,7 @@ class TensorCore {
   bool is_set(nb::handle self);
   // Publishes a generation over the positions, and sets it as the tensor's storage.
   void publish(nb::handle self);
-  // The same. Keeps the present generation if that covers the positions.
+  // `publish`, unless the present generation covers the positions.
   void update(nb::handle self);
   // Takes the tensor off its storage, so that only views hold generations of the buffer.
   void detach(nb::handle self);

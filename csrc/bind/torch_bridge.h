@@ -72,7 +72,7 @@ class TorchBridge {
   // A storage over memory that `owner` keeps. It refuses to be shared with other processes.
   nb::object storage_over(std::shared_ptr<void> owner, Device device, Address address,
                           std::size_t bytes);
-  // The same over the extent of `generation`, which ends with the storage.
+  // A storage over the extent of `generation`, which ends with the storage.
   nb::object storage_over(Generation* generation, Address address, std::size_t bytes);
   nb::object empty_storage(nb::handle device);
   // The storage of `tensor`. All tensors over it share this Python object.

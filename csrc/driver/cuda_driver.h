@@ -74,8 +74,8 @@ class CudaDriver final : public Driver {
   Handle enter(std::set<Handle>::node_type record, Handle handle);
   bool close();
 
-  // Of mappings. The calls need no current context and are ordered with no stream. Messages have
-  // the name of the operation.
+  // Mappings: their calls need no current context and are ordered with no stream. Messages name
+  // the operation.
   Address reserve_range(std::size_t pages);
   void map_for(const char* operation, std::span<const PageRun> runs, Access access,
                std::size_t& mapped);
@@ -91,7 +91,7 @@ class CudaDriver final : public Driver {
   CUresult map_zeros(std::span<const Address> holes);
   void close_mappings();
 
-  // Of streams. All but `require_own` need the primary context.
+  // Streams: all but `require_own` need the primary context.
   void open_streams();
   void require_own(const char* operation, Stream stream);
   bool is_captured(const char* operation, Stream stream);
@@ -99,7 +99,7 @@ class CudaDriver final : public Driver {
   FencePtr record(const char* operation, Stream stream);
   void close_streams();
 
-  // Of copies between pages, with the mutex of the scratch range.
+  // Copies between pages, with the mutex of the scratch range.
   void copy_some(std::span<const PageCopy> copies, Deadline deadline);
   void await_launched(std::span<const PageCopy> copies, Deadline deadline);
   void release_scratch();

@@ -64,7 +64,7 @@ void CudaDriver::free_range(Address range, std::size_t pages) {
   const RelaxedCapture relaxed(cuda_, "free_range");
   const std::size_t bytes = pages * traits_.page_size;
   cuda_.check("free_range", Call::cuMemUnmap, unmap_zeros(holes_in(range, pages, true)));
-  // Also during the call: another thread may reserve the addresses as soon as they are free.
+  // Held during the call: another thread may reserve the addresses as soon as they are free.
   const std::lock_guard lock(ranges_mutex_);
   cuda_.require_at("free_range", cuda_.cuMemAddressFree, range, bytes, range, bytes);
   ranges_.erase(range);
@@ -93,8 +93,7 @@ void CudaDriver::back_holes(std::span<const Address> pages) {
   cuda_.check("back_holes", Call::cuMemMap, map_zeros(pages));
 }
 
-// Those of the pages at `at` at which the page of zeros is kept, and is mapped now (`backed`) or
-// not.
+// Pages of those at `at` at which the page of zeros is kept, and is mapped now (`backed`) or not.
 std::vector<Address> CudaDriver::holes_in(Address at, std::size_t pages, bool backed) const {
   std::vector<Address> found;
   const std::lock_guard lock(ranges_mutex_);

@@ -78,7 +78,7 @@ struct ExportedPage {
   std::array<std::byte, 64> fabric{};
 };
 
-// Of a device, the same in every process; zeros for the host.
+// The UUID that a device has in every process; zeros for the host.
 using DeviceUuid = std::array<char, 16>;
 
 struct DriverTraits {
@@ -97,7 +97,7 @@ struct DriverTraits {
   DeviceUuid uuid{};
 };
 
-// Of every `every` pages of a range, the first `first`; none by default.
+// The pages of a range that are backed: of every `every` pages the first `first`; none by default.
 struct Backed {
   std::size_t first = 0;
   std::size_t every = 1;

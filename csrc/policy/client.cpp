@@ -385,7 +385,7 @@ Client::Unmapped Client::unmap_some(PoolLock* lock, std::size_t pages,
 Client::Unmapped Client::give_back_some(PoolLock& lock, std::size_t pages,
                                         std::chrono::steady_clock::time_point until) noexcept {
   if (busy()) return Unmapped::waits;
-  // Of a closed pool only a caller tries again: the process may be about to end, and a device in
+  // In a closed pool only a caller tries again: the process may be about to end, and a device in
   // error refuses for good.
   if (refusal_ && (pool_->retired() || std::chrono::steady_clock::now() < retry_at_))
     return Unmapped::refused;

@@ -254,7 +254,7 @@ class Client : public std::enable_shared_from_this<Client> {
   std::unique_ptr<Generation> owner_end_ = std::make_unique<Generation>();
 
  private:
-  // Of `indices`, those that only generations needed and none covers now are unneeded.
+  // Makes those of `indices` unneeded that only generations needed, if none covers them now.
   void uncover(Interval indices) VT_LOCKED;
   // If no page is fenced, unneeded pages become so. Whether any is.
   bool begin_unmapping() VT_LOCKED;

@@ -240,7 +240,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Frees host memory whose copies have ended; returns whether some is left.
   bool drop_copied(PoolLock& lock) VT_LOCKED;
 
-  // Of a shared budget; null if the budget is the pool's own. Left when the driver has given
+  // The shared budget's; null if the budget is the pool's own. Left when the driver has given
   // everything back.
   const std::unique_ptr<Ledger> ledger_;
   // Host memory that copies may still use. The driver ends first, and copies with it.

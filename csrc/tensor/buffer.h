@@ -76,7 +76,7 @@ class Buffer final : public Client {
   // not shared. False, and nothing is changed, if they are not or if another thread holds the lock.
   bool grow_within(const Caller& caller, Interval positions);
   // `grow_within` in two steps, for many buffers under one lock: `grow_ready` requires `is_ready`.
-  // Also the owner's positions from `written` on are not shared.
+  // That requires also that the owner's positions from `written` on are not shared.
   bool is_ready(Interval positions, std::size_t written) const VT_LOCKED;
   void grow_ready(const Caller& caller, Interval positions) VT_LOCKED;
   // Makes `positions` the owner's by one `Growth` that writes the positions it adds.

@@ -17,8 +17,8 @@ namespace vtensor {
 class Buffer;
 
 // Pages of neighbouring indices of every row of a buffer, [row][index], with a reference to each.
-// They are copy-on-write wherever they are mapped. The buffer that they come from may keep them
-// writable until another buffer accepts them; it makes them copy-on-write before it writes there.
+// These pages are copy-on-write wherever they are mapped. The buffer that they come from may keep
+// them writable until another buffer accepts them; it makes them copy-on-write before it writes.
 class PageSet final : public Ended {
  public:
   PageSet(std::shared_ptr<PagePool> pool, Interval indices, std::vector<Page*> pages) VT_LOCKED;

@@ -252,7 +252,7 @@ std::vector<Run> private_copies_in(const Reservation& range, Interval indices) {
 
 namespace {
 
-// Those that the kernel copied, and those that it may have copied and `counts` has.
+// Counts pages that the kernel copied, and pages that it may have copied for which `counts` holds.
 template <typename Counts>
 std::size_t count_copied(const Reservation& range, std::span<const Run> runs, Counts counts)
     VT_LOCKED {

@@ -67,7 +67,7 @@ bool is_name(std::string_view name) {
          name.find_first_not_of(kLetters) == std::string_view::npos;
 }
 
-// Of this user's files, in order.
+// The names of this user's budgets, in order.
 std::vector<std::string> names() {
   std::vector<std::string> names;
   const std::string begin = prefix();

@@ -15,7 +15,7 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// Of how many of the first pages one call takes the memory.
+// How many of the first pages are adjacent: one call takes their memory.
 std::size_t adjacent(const Driver& driver, std::span<Page* const> pages) {
   if (!driver.traits().adjacent_handles) return 1;
   std::size_t n = 1;

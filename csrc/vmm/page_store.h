@@ -52,7 +52,7 @@ class PageStore {
   // Pages that the pool's own budget leaves. `private_copies`: those that are about to be replaced
   // and do not count.
   std::size_t left(std::size_t private_copies = 0) const VT_LOCKED;
-  // The same, and what the other pools of a shared budget leave.
+  // `left`, or what the other pools of a shared budget leave if that is less.
   std::size_t unused(std::size_t private_copies = 0) const VT_LOCKED;
   // Pages for look-ahead: `unused`, less the device's reserve and what other pools ask for. Throws
   // as the driver.

@@ -132,17 +132,17 @@ class PageTable {
   };
   static constexpr std::size_t kMostRows = UINT32_MAX / kWhys;
   Why why(std::size_t index) const VT_LOCKED { return indices_[index].why(); }
-  // Sets it for those of `indices` that are reserved. Where nothing is mapped, only `needed` and
+  // Says why each reserved one of `indices` is mapped. Where nothing is mapped, only `needed` and
   // `prefetched` can be the case.
   void set_why(Interval indices, Why why) noexcept VT_LOCKED {
     change_why(indices, [why](Index) { return why; });
   }
-  // The same of one index, which is reserved.
+  // Says why one index, which is reserved, is mapped.
   void set_why(std::size_t i, Why why) noexcept VT_LOCKED {
     Index& index = indices_.reserved(i);
     change_to(i, {&index, 1}, {index.mapped(), why});
   }
-  // The same, to change(index), which is asked once for neighbours that are alike.
+  // Says so by change(index), which is called once for neighbours that are alike.
   template <typename Change>
   void change_why(Interval indices, Change change) noexcept VT_LOCKED {
     change_indices(indices,
@@ -200,7 +200,7 @@ class PageTable {
             VT_LOCKED { return wanted(entry) ? 1 + static_cast<int>(entry.state()) : 0; },
         [&runs](const Run& run, int) { runs.push_back(run); });
   }
-  // The same, of every row.
+  // Collects from every row.
   template <typename Wanted>
   std::vector<Run> collect(Interval indices, Wanted wanted) const VT_LOCKED {
     std::vector<Run> runs;
@@ -364,7 +364,7 @@ class PageTable {
   // How many at the beginning are alike.
   static std::size_t count_alike(std::span<const Index> some) {
     if (some.size() == 1) return 1;
-    // Of words, not of copied objects: compilers vectorize it.
+    // Compares words, not copied objects: compilers vectorize it.
     const std::uint32_t first = some.front().word_;
     std::uint32_t differ = 0;
     for (const Index& index : some) differ |= index.word_ ^ first;

@@ -26,7 +26,7 @@ void PendingWork::forget_passed() {
   try {
     all_passed(driver_, after_);
   } catch (const Error&) {
-    // They are asked again.
+    // The fences are asked again.
   }
 }
 

@@ -23,7 +23,7 @@ class PendingWork {
   }
   // Work in `stream` uses the pages. Requires: the stream lasts as long as they do.
   void note(Stream stream);
-  // The same of the caller's stream. The fence of a stream that the caller named is made now: when
+  // Work in the caller's stream does. The fence of a stream that the caller named is made now: when
   // it is needed the stream may be gone, or its number may stand for another.
   void note(const Caller& caller);
   // Work in the streams that `other` has noted, also in the future, uses the pages.

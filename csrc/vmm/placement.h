@@ -29,7 +29,8 @@ struct HandleRun {
   std::size_t spare_from = 0;  // no spare page lies below this index
   std::size_t empty_from = 0;  // no other free page lies below this index
   bool open = false;           // a row grows through it
-  // Of the list of idle runs, kept while it is not in it: becoming idle allocates nothing.
+  // The run's node of the list of idle runs, kept while it is not in it: becoming idle allocates
+  // nothing.
   IdleRuns::node_type idle = {};
 };
 

@@ -27,7 +27,7 @@
 #define VT_GUARDED VT_THREAD_SAFETY(guarded_by(::vtensor::pool_lock))
 #define VT_TAKES_LOCK VT_THREAD_SAFETY(acquire_capability(::vtensor::pool_lock))
 #define VT_LETS_LOCK_GO VT_THREAD_SAFETY(release_capability(::vtensor::pool_lock))
-// Of a destructor: it does the reverse of its constructor.
+// For a destructor, which does the reverse of its constructor.
 #define VT_END_OF_SCOPE VT_THREAD_SAFETY(release_capability())
 
 namespace vtensor {

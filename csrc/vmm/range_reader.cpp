@@ -130,8 +130,8 @@ void RangeReader::read_whole(Read read) {
   }
 }
 
-// Of one version, which the writer has published. Each try copies what has changed since the last
-// one: the writer may be faster than a copy of all.
+// Copies the table of one version, which the writer has published. Each try copies what has changed
+// since the last one: the writer may be faster than a copy of all.
 void RangeReader::copy_table(Table& table) {
   if (table_version() == table.version) return;
   read_whole([&] {

@@ -35,7 +35,7 @@ class RangeReader {
  private:
   friend class RangeReaders;
 
-  // Of a page: 1 + the writer's handle; 0 if none is mapped.
+  // A page: 1 + the writer's handle; 0 if none is mapped.
   using Entry = std::uint64_t;
   static constexpr std::chrono::milliseconds kLook{50};
   // Neighbouring pages, and their new entries.

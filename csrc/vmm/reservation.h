@@ -161,7 +161,7 @@ class Reservation : public PageTable {
   void event(trace::What what, Interval indices) const;
 
  private:
-  // Of the page in the range that is shown to readers.
+  // The page's index in the range that is shown to readers.
   std::size_t shown_at(std::size_t row, std::size_t index) const {
     return (address(row, index) - shared_->base()) / page_size_;
   }

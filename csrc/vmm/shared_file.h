@@ -28,7 +28,7 @@ class SharedFile {
   ~SharedFile();
   SharedFile& operator=(SharedFile&&) = delete;
 
-  // These return false, with the reason in errno, if the system refuses.
+  // open, make, make_socket and map return false, with the reason in errno, if the system refuses.
 
   bool open(const std::string& path, int flags);
   // Makes a file without a name, of `bytes` zeros, whose size never changes.

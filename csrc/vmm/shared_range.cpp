@@ -177,7 +177,7 @@ bool SharedRanges::collect() noexcept {
     kept.erase(kept.begin(), end);
     any |= !kept.empty();
   }
-  // Of ranges that are gone, without anything to keep.
+  // Ranges that are gone, and have nothing to keep.
   std::erase_if(all_, [](const auto& range) VT_LOCKED {
     return range.use_count() == 1 && range->kept_.empty() && !range->changing_;
   });

@@ -22,7 +22,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr char kOperation[] = "reader";
-// Of waits for work on the device, the writer's and the reader's own (I12).
+// Bounds waits for work on the device, the writer's and the reader's own (I12).
 constexpr std::chrono::seconds kPatience{60};
 
 std::unique_ptr<Driver> make_driver(Descriptor& descriptor, const shared::Facts& facts,

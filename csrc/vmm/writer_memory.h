@@ -28,7 +28,7 @@ class WriterMemory {
   WriterMemory(Descriptor descriptor, const shared::Facts& facts, CudaOptions cuda);
 
   Driver& driver() const { return *driver_; }
-  // Of everything that is mapped: nothing is written.
+  // What readers map with: nothing is written.
   Access access() const {
     return exports_ == ExportKind::file ? Access::writable : Access::copy_on_write;
   }
@@ -91,8 +91,8 @@ class WriterMemory {
   std::unordered_map<Handle, Import> imports_;  // by the writer's handle
 };
 
-// Of what came from another process: whether it is a memfd that never gets shorter, so that no
-// access to a mapping of it is SIGBUS; its bytes; and that it is refused.
+// For a file from another process: whether it is a memfd that never gets shorter, so that no access
+// to a mapping of it is SIGBUS; its bytes; and its refusal.
 bool keeps_size(const Descriptor& file);
 std::uint64_t size_of(const Descriptor& file);
 [[noreturn]] void refuse_received(const char* why);
