@@ -127,7 +127,7 @@ class CallMeter {
   std::array<std::atomic<std::uint64_t>, kCallCount> refused_{};
   // Calls seen since `fail_after` skipped its last one: below 0, so beyond `refuse_`, until then.
   std::atomic<std::uint64_t> passed_{0};
-  std::atomic<std::uint64_t> refuse_{0};  // of these, from the first on; 0: disarmed
+  std::atomic<std::uint64_t> refuse_{0};  // calls to refuse from then on; 0: disarmed
 };
 
 }  // namespace vtensor

@@ -93,7 +93,7 @@ void CudaDriver::back_holes(std::span<const Address> pages) {
   cuda_.check("back_holes", Call::cuMemMap, map_zeros(pages));
 }
 
-// Pages of those at `at` at which the page of zeros is kept, and is mapped now (`backed`) or not.
+// Where the page of zeros is kept among the pages at `at`, and is mapped now (`backed`) or not.
 std::vector<Address> CudaDriver::holes_in(Address at, std::size_t pages, bool backed) const {
   std::vector<Address> found;
   const std::lock_guard lock(ranges_mutex_);

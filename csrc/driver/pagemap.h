@@ -19,8 +19,8 @@ class Pagemap {
   // touched since its pages were remapped costs nothing.
   explicit Pagemap(bool may_scan = true);
 
-  // Marks those of the pages of `page_size` from `at` on that have memory of no file: a write to a
-  // private mapping copied it. False if the kernel does not say.
+  // Marks pages of `page_size` from `at` on that have memory of no file: a write to a private
+  // mapping copied it. False if the kernel does not say.
   bool find_private(Address at, std::size_t page_size, std::span<std::uint8_t> found);
 
   bool scans() const { return scans_.load(std::memory_order_relaxed); }

@@ -25,7 +25,7 @@ namespace vtensor {
 
 struct HeapCounts {
   std::size_t allocations = 0;  // live ones
-  std::size_t allocated = 0;    // bytes of those allocations, rounded up
+  std::size_t allocated = 0;    // their bytes, rounded up
   std::size_t reserved = 0;     // bytes of addresses
   PoolCounts pages;             // of its arenas
 };

@@ -25,7 +25,7 @@ std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens
   return slot;
 }
 
-// A free slot that maps the pages of `parts`, for the first `length` positions or those of
+// A free slot that maps the pages of `parts`, for the first `length` positions or the positions of
 // `source`.
 std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
                               std::size_t length, std::vector<Token> tokens,

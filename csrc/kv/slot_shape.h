@@ -22,7 +22,7 @@ struct RowGroup {
   std::size_t rows = 0;                   // of a slot; each grows with the slot's length
   std::size_t item_bytes = 0;             // of one position in one row
   std::size_t window = 0;                 // last positions that are kept; 0: all
-  std::vector<RowContent> contents = {};  // of those rows, in their order
+  std::vector<RowContent> contents = {};  // of the rows, in their order
   std::size_t band = 0;                   // band index of its layers
 
   // The first position that the next query of a slot of `length` sees.

@@ -201,7 +201,7 @@ void SlotSwaps::restore(const Caller& caller, const Part& part, std::size_t leng
     for (std::size_t group = 0; group < prefix.size(); ++group) {
       const std::shared_ptr<PageSet>& page_set = prefix[group];
       if (page_set->indices().empty()) continue;
-      // What begins in the last of these pages is there, and its end in a page that is new.
+      // An item that begins in the last shared page is there, and its end in a fresh page.
       const std::size_t end = ceil_div(page_set->indices().end * buffers_.pool()->page_size(),
                                        buffers_.group(group).item_bytes);
       buffers[group]->accept(caller, {0, std::min(length, end)}, {&page_set, 1});
@@ -327,8 +327,8 @@ std::size_t SlotSwaps::shared_positions(std::size_t slot,
   return head->length;
 }
 
-// After the copies of a slot; of those into rows of one band that `layer` or an earlier one reads
-// first, if it is given.
+// The fence after a slot's copies. With `layer`: after the copies into rows of one band that this
+// layer or an earlier one reads first.
 FencePtr SlotSwaps::last_arrival(std::size_t slot, std::optional<std::size_t> layer) const {
   for (auto copy = arriving_.rbegin(); copy != arriving_.rend(); ++copy) {
     if (copy->slot != slot) continue;

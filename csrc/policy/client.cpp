@@ -309,7 +309,7 @@ void Client::enter_ahead(Reservation::Arrival& arrival) {
 }
 
 void Client::give_back_unused() noexcept {
-  if (busy_) return;  // the end of that calls it again
+  if (busy_) return;  // called again when the change under way ends
   if (!pool_->looks_ahead() || pool_->store().broken()) {
     if (!finish_unmapping(nullptr)) return pool_->unmap_later(shared_from_this());
     // It may be listed since an earlier refusal, and with no mapper at work nothing else looks.

@@ -113,7 +113,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // has left. False if pages are left; `refusal` is then the driver's refusal, if there was one.
   // Releases the lock meanwhile, unless `lock` is null: a deleter cannot.
   bool finish_unmapping(PoolLock* lock) noexcept VT_LOCKED;
-  // One step of that, of about `pages` pages, in which no driver call begins after `until`.
+  // Unmaps about `pages` of the pages that nothing needs; begins no driver call after `until`.
   enum class Unmapped : std::uint8_t { some, waits, refused, done };
   Unmapped unmap_some(PoolLock* lock, std::size_t pages,
                       std::chrono::steady_clock::time_point until) noexcept VT_LOCKED;
@@ -204,8 +204,8 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Pages were unmapped, or their unmapping was refused.
   virtual void enter_back(const Reservation::Departure& departure) VT_LOCKED;
-  // Adds empty pages that it wants ahead, up to `pages`, and the pages to be mapped there if these
-  // are shared.
+  // Adds to `arrival` empty indices that the client wants ahead, up to `pages` pages, and the pages
+  // to be mapped there if these are shared ones.
   virtual void find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED;
   // Whether it wants pages ahead that are not mapped.
   virtual bool wants() const VT_LOCKED { return missing_ahead() != 0; }
@@ -218,8 +218,8 @@ class Client : public std::enable_shared_from_this<Client> {
   // from `begin` on that are mapped for this reason: what no generation covers is unneeded.
   void release(Interval indices) VT_LOCKED;
   void release(Why why, std::size_t begin = 0) VT_LOCKED;
-  // Notes the side stream, and makes room for a fence of it: growth waits for zeroing by these, and
-  // once pages are being zeroed there may be no memory.
+  // Notes the side stream, and makes room for its fence: growth waits for zeroing by both, and
+  // there may be no memory once pages are being zeroed.
   void make_room_for_zeroing() VT_LOCKED;
   // Wants no more pages ahead. What is mapped in part goes.
   void give_up_ahead() VT_LOCKED;

@@ -258,7 +258,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   ClientList to_unmap_ VT_GUARDED;
   ClientList wanting_ VT_GUARDED;                           // the next to be served first
   ClientList cached_ VT_GUARDED;                            // oldest first
-  std::map<RowShape, ClientList> cached_alike_ VT_GUARDED;  // of these, by shape; newest first
+  std::map<RowShape, ClientList> cached_alike_ VT_GUARDED;  // `cached_` by shape; newest first
   std::size_t pages_alike_ VT_GUARDED = 0;  // theirs, which count against the `cache` limit
   ClientList unclean_ VT_GUARDED;
   bool wake_mapper_ VT_GUARDED = false;  // to be woken once the lock is free

@@ -461,7 +461,7 @@ std::size_t Buffer::pages_coming(Interval within) const {
 }
 
 void Buffer::give_back_unused() noexcept {
-  if (busy_) return;  // the end of that calls it again
+  if (busy_) return;  // called again when the change under way ends
   const bool ends = !owned_ && generations_.empty() && asleep.load() == 0;
   if (ends && std::exchange(may_keep_, false)) try_to_cache();
   Client::give_back_unused();

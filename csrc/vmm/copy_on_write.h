@@ -28,12 +28,12 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const PageTable
 std::size_t count_fresh_pages(const Reservation& range, std::span<const PageTable::Run> runs)
     VT_LOCKED;
 
-// Whether unsharing `page` takes a page for one more of those that share it, after `unsharing` of
-// them: the last one keeps it, unless readers in other processes may see what is replaced.
+// Whether unsharing `page` takes a page for one more of its sharers, after `unsharing` of them: the
+// last one keeps it, unless readers in other processes may see what is replaced.
 bool takes_fresh_page(const Reservation& range, const Page& page, std::uint32_t& unsharing)
     VT_LOCKED;
 
-// Pages from `index` on, of one state, that become those of `to`, copy-on-write. Requires: a driver
+// Pages from `index` on, of one state, to be replaced by `to`, copy-on-write. Requires: a driver
 // that remaps in one step, because a page that cannot be put back would leave its owner without it.
 struct PageChange {
   Reservation* range;
@@ -50,9 +50,9 @@ std::vector<PageTable::Run> private_copies_in(const Reservation& range, Interval
 // Private copies in `runs`: pages that unsharing gives back to the kernel.
 std::size_t count_private_copies(const Reservation& range, std::span<const PageTable::Run> runs)
     VT_LOCKED;
-// All of a range. If the system does not say what was copied, copy-on-write pages count as if each
-// had memory of its own: all but one of those with one handle are copies. `seen` has those handles'
-// pages, of this range and of those before.
+// Counts a whole range. If the system does not say what was copied, copy-on-write pages count as if
+// each had memory of its own: all but one page of a handle are copies. `seen` has the pages counted
+// so far, in this range and in others.
 std::size_t count_private_copies(const Reservation& range, std::unordered_set<const Page*>& seen)
     VT_LOCKED;
 

@@ -56,8 +56,8 @@ class Ledger {
     Device device;
     std::string command;
     std::uint64_t held;    // bytes of pages that are made: all that counts against the limit
-    std::uint64_t cached;  // of these, mapped pages that the pool could do without
-    std::uint64_t spare;   // of these, free pages
+    std::uint64_t cached;  // of `held`: mapped pages that the pool could do without
+    std::uint64_t spare;   // of `held`: free pages
   };
   struct Survey {
     std::string name;

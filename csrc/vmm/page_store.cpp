@@ -166,7 +166,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, bool st
   raise_if_broken();
   const std::size_t begin = out.size();
   try {
-    // If handles are made one by one, picking makes those that are not spare.
+    // If handles are made one by one, picking makes handles where none is spare.
     if (!driver_.traits().adjacent_handles && n > spare()) require_charge(n, 0);
     const std::size_t fresh = sub_sat(budget(), used_ + private_copies_ + spare());
     out.reserve(begin + n);

@@ -81,7 +81,7 @@ inline constexpr std::size_t kWhys = 8;  // at most, a power of two
 // What page tables say of a page, for PagePool::check_invariants.
 struct PageUse {
   std::uint32_t entries = 0;
-  std::uint32_t reachable = 0;  // of these, in ranges that a tensor or a view can still reach
+  std::uint32_t reachable = 0;  // entries of ranges that a tensor or a view can still reach
   bool writable = false;        // through a reachable entry
 };
 
@@ -337,8 +337,8 @@ class PageTable {
   };
   Count& of(Why why) VT_LOCKED { return counts_[static_cast<std::size_t>(why)]; }
   const Count& of(Why why) const VT_LOCKED { return counts_[static_cast<std::size_t>(why)]; }
-  // Has those of `indices` that are present be change(index), which is asked once for neighbours
-  // that are alike.
+  // Replaces each index of `indices` that is present by change(index), which is called once for
+  // neighbours that are alike.
   template <typename Change>
   void change_indices(Interval indices, Change change) noexcept VT_LOCKED {
     each_alike(indices_, indices, [&](std::size_t i, std::span<Index> some) VT_LOCKED {
@@ -346,8 +346,8 @@ class PageTable {
       return true;
     });
   }
-  // Calls visit(i, some) in order until it returns false: for those of `indices` that are present,
-  // `some` from i on, which are alike, at once.
+  // Calls visit(i, some) in order until it returns false: `some` are all present neighbours from i
+  // on that are alike.
   template <typename Words, typename Visit>
   static void each_alike(Words& words, Interval indices, Visit visit) VT_LOCKED {
     for (std::size_t i = words.next(indices.begin); i < indices.end; i = words.next(i)) {
@@ -373,7 +373,7 @@ class PageTable {
     while (some[n].word_ == first) ++n;
     return n;
   }
-  // Pages that are mapped have a reason, and pages that are not have none but these two.
+  // Mapped pages always have a reason. Where nothing is mapped, only these two are possible.
   static Index possible(Index index) {
     const Why why = index.why();
     if (index.mapped() == 0) return why == Why::needed || why == Why::prefetched ? index : Index();

@@ -9,8 +9,8 @@
 
 namespace vtensor {
 
-// Whether all have passed; forgets those that have. Throws what the driver does; no fence is lost
-// then.
+// Whether all fences have passed; forgets the ones that have. Throws what the driver does; no fence
+// is lost then.
 bool all_passed(Driver& driver, std::vector<FencePtr>& fences);
 
 class PendingWork {

@@ -20,7 +20,7 @@ inline constexpr std::size_t kCacheByBudget = std::numeric_limits<std::size_t>::
 // Sizes in bytes.
 struct PoolOptions {
   std::size_t budget = 0;  // 0: a part of the memory that is free
-  // Its name, if the budget is that of all pools of this name; empty: it is the pool's own.
+  // The name of the budget that all its pools share; empty: the budget is the pool's own.
   std::string shared_budget{};
   ZeroPolicy zero = ZeroPolicy::new_owner;
   // What a tensor may have mapped ahead of need. 0: the mapper only does explicit prepare() calls,
