@@ -83,9 +83,7 @@ class FullExtent:
                 "[FullExtent.cover] the VTensor has moved to other addresses by a front shrink, reindex or "
                 "when_full='move': make a new FullExtent of it"
             )
-        stop = -(-(length + tail) // _TILE) * _TILE
-        if stop > owner.capacity:
-            stop = max(length, owner.capacity)
+        stop = min(-(-(length + tail) // _TILE) * _TILE, max(length, owner.capacity))
         before = owner.length
         # If it is shorter, truncated positions lie past the length.
         if stop == self._covered and before >= self._length:

@@ -225,9 +225,9 @@ std::size_t Client::drop_ahead() {
 }
 
 void Client::failed(std::exception_ptr error) {
-  Client& owner = host_ == nullptr ? *this : *host_->client;
-  owner.error_ = std::move(error);
-  owner.failed_.store(true, std::memory_order_relaxed);
+  Client& reporter = host_ == nullptr ? *this : *host_->client;
+  reporter.error_ = std::move(error);
+  reporter.failed_.store(true, std::memory_order_relaxed);
 }
 
 std::exception_ptr Client::take_error() {

@@ -127,7 +127,7 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
     try {
       again = MakeRoom(*pool).ready(lock, caller.operation, pages, copied);
     } catch (const OutOfPages&) {
-      // Pages that have left meanwhile may have been the only sharers of pages to be copied.
+      // By now other sharers may have left, so that fewer pages are to be copied.
       again = needed() < pages;
       if (!again) throw;
     }

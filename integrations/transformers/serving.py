@@ -12,6 +12,7 @@ import sys
 import weakref
 from contextlib import AbstractContextManager
 from typing import Any
+from uuid import uuid4
 
 import torch
 from transformers import AttentionInterface, Cache, PreTrainedModel
@@ -109,7 +110,7 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         self._vocabulary: int = config.vocab_size
         window = getattr(config, "sliding_window", None) or cache.max_len
         self._narrow = window < cache.max_len and kinds != {"full_attention"}
-        self._name = f"vtensor-served-{id(self)}"
+        self._name = f"vtensor-served-{uuid4()}"
         configs: list[Any] = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
         for one in configs:  # and those in it
             configs += filter(None, (getattr(one, name, None) for name in one.sub_configs))
@@ -215,7 +216,8 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         attention needs no mask: one query sees all keys, and SDPA is causal if there are none before."""
         if new == 1 or (before == 0 and new <= window and self._own_name == "sdpa"):
             return None
-        seen = query.new_ones(new, before + new, dtype=torch.bool).tril(before).triu(before - window + 1)
+        seen = query.new_ones(new, before + new, dtype=torch.bool).tril(before)
+        seen = seen.triu(before - window + 1) if before + new > window else seen
         if self._own_name == "sdpa":
             return seen[None, None]
         least = torch.finfo(query.dtype).min

@@ -141,7 +141,7 @@ TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T,
   CHECK(bench.used() == 2 * 5);
   CHECK(bench.grow(other, 4));
   fall_asleep();
-  CHECK(bench.grow(other, 1));  // asks the mapper, and makes no call
+  CHECK(bench.grow(other, 1));  // wants pages, and does not wake the mapper
   bench.cache.reset();
   let_go<T>(bench.pool);
 }

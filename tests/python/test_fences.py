@@ -427,7 +427,7 @@ def test_a_copy_that_never_ends(sim, stream_pool):
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_late_copy_harms_nobody(sim, stream_pool, closed):
+def test_a_late_copy_harms_no_tensor(sim, stream_pool, closed):
     """The page that it writes to goes to no other tensor (I7), and those that it reads stay mapped."""
     pool = stream_pool(pages=8, patience=0.2)
     t = filled(pool, 10, 1)

@@ -85,7 +85,7 @@ def test_a_tensor_that_moved_with_a_view_alive_can_be_written(simcuda):
 
 
 @pytest.mark.parametrize("pages", [1, 3])
-def test_a_failed_own_leaves_its_bytes_to_nobody(pool_factory, pages):
+def test_a_failed_own_leaves_its_bytes_to_no_tensor(pool_factory, pages):
     """I7: a page that got our bytes and was put back is zeroed for its last owner too, also if only some of
     the pages were copied."""
     cuda = pool_factory("simcuda")

@@ -191,7 +191,7 @@ def test_each_reaches_the_whole_and_neither_more(kind, name):
 
 
 @pytest.mark.parametrize("keeps", ["spare", "cached", "prepared", "arena"])
-def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
+def test_what_one_keeps_without_need_goes_to_the_pool_that_needs_it(kind, keeps, name):
     options = {"prefetch": WHOLE * PAGE, "cache": WHOLE * PAGE}
     with budgeted(name, kind=kind, **options) as keeper, budgeted(name, kind=kind) as pool:
         kept = None
@@ -375,7 +375,7 @@ def prefixes(pool, tokens, **kw):
     return cache
 
 
-def test_prefixes_that_no_request_uses_go_to_who_needs_memory(kind, name):
+def test_prefixes_that_no_request_uses_go_to_the_pool_that_needs_memory(kind, name):
     with budgeted(name, 256, kind=kind) as keeper, budgeted(name, 256, kind=kind) as pool:
         cache = prefixes(keeper, 400, max_len=512)
         kept = keeper.stats().pages_indexed
@@ -423,7 +423,7 @@ def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
 # -- ends
 
 
-def test_who_is_killed_gives_back_at_once(kind, name):
+def test_a_killed_process_gives_back_at_once(kind, name):
     with budgeted(name, kind=kind) as pool, Other(kind, name) as other:
         other("grow", WHOLE)
         t = pages(pool)
