@@ -698,7 +698,11 @@ def _close_pools() -> None:
         return
     until = time.monotonic() + _CLOSE_SECONDS
     pools = [pool for pool in open_pools() if not pool.closed]
+    # A daemon thread may be inside torch with memory of a pool, and torch has let the interpreter's lock go.
+    in_use = len(sys._current_frames()) > 1
     for pool in pools:
+        if in_use and isinstance(pool._core, _core.PagePool):
+            pool._core.keep_mapped()
         with suppress(VTensorError):  # the process ends: close the others all the same
             pool._close(max(0.001, until - time.monotonic()))
     # Operations of daemon threads have just raised Closed, and the threads drop tensors on their way out. A

@@ -484,11 +484,12 @@ void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
   const trace::Span span = traced(trace::What::shrink, positions_.begin, length());
   const PlainClass plain_class(*this, self);
   without_gil([&] { buffer_->use(caller); });
-  detach(self);
+  if (!buffer_->pool()->keeps_mapped()) detach(self);
   leave(self);
 }
 
-// Releases the buffer and the pool. The tensor must be detached from its storage.
+// Releases the buffer and the pool. The tensor is detached from its storage, or the pool keeps it
+// mapped.
 void TensorCore::leave(nb::handle self) {
   const std::shared_ptr<Buffer> left = std::move(buffer_);
   positions_ = {};

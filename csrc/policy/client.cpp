@@ -93,6 +93,7 @@ void Client::share(const char* operation, std::size_t words) {
 void Client::abandon() noexcept {
   owner_end_->client = shared_from_this();
   owner_end_->is_owner = true;
+  if (pool_->keeps_mapped()) return;  // the client lives on: it owns what points to it
   pool_->end(owner_end_.release());
 }
 

@@ -119,6 +119,10 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // once all pages that wait for fences are unmapped.
   void retire() noexcept;
   bool retired() const { return retired_.load(std::memory_order_relaxed); }
+  // The process ends while other threads may be inside torch with the pages: what an owner leaves
+  // from here on stays mapped.
+  void keep_mapped() noexcept { keeps_mapped_ = true; }
+  bool keeps_mapped() const { return keeps_mapped_.load(std::memory_order_relaxed); }
 
   // -- for readers in other processes
 
@@ -263,6 +267,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   ClientList unclean_ VT_GUARDED;
   bool wake_mapper_ VT_GUARDED = false;  // to be woken once the lock is free
   std::atomic<bool> retired_{false};     // the pool's owner has left
+  std::atomic<bool> keeps_mapped_{false};
   std::exception_ptr mapper_error_ VT_GUARDED;
   // wait_idle() sleeps on it: to wake it at each of the mapper's steps makes these slower.
   std::condition_variable mapper_rests_;

@@ -164,6 +164,20 @@ EXITS = {
     "while_it_gives_back": "t = filled(pool, 20000, capacity=20000); v = t[:4]; t.shrink(19000)",
     "while_it_zeroes": "filled(pool, 16000, capacity=20000).close()",
     "with_growing_threads": "for _ in range(3): thread(grow)\ntime.sleep(0.1)",
+    "with_threads_inside_torch": """
+arena = vtensor.Arena(4000 * PAGE, pool=pool)
+arena.map([(0, arena.nbytes)])
+cache = vtensor.KVCache(1, 8, 64, 1, 2000, torch.float32, pool=pool)
+cache.alloc()
+cache.step([2000])
+t = vtensor.zeros(4000, 1024, grow_dim=0, capacity=4000, pool=pool)
+a, k = arena.tensor.view(torch.float32), cache[0][0]
+thread(lambda: t.cos_())
+thread(lambda: (arena.stats(), a.cos_()))
+thread(lambda: (cache.stats(), k.cos_()))
+time.sleep(0.1)
+assert not failed
+""",
     "with_a_thread_that_waits": "thread(grow); thread(lambda: pool.wait_idle(10)); time.sleep(0.1)",
     "with_threads_that_come_back_late": """
 vtensor.pool._FAREWELL_SECONDS = 0
