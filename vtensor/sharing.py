@@ -136,9 +136,11 @@ class Reader(VTensor):
         return changed
 
     def _show(self, begin: int, end: int) -> None:
+        whole, dim = self._whole, self._grow_dim
+        sizes, strides = [*whole.shape], whole.stride()
+        sizes[dim] = end - begin
         with without_modes():
-            shown = self._whole.narrow(self._grow_dim, begin, end - begin)
-            torch.Tensor.set_(self, shown)  # type: ignore[call-overload]
+            torch.Tensor.set_(self, whole.untyped_storage(), begin * strides[dim], sizes, strides)  # type: ignore[call-overload]
         self._words = [begin, end]
 
     # -- reading
@@ -282,7 +284,6 @@ def _refuse(name: str, instead: str) -> Any:
 for _instead, _names in _REFUSED.items():
     for _name in _names:
         setattr(Reader, _name, _refuse(_name, _instead))
-del _names, _name
 
 
 # -- handing over
@@ -350,8 +351,7 @@ class ObjectReader(Closes):
 
     def __init__(self) -> None:
         raise InvalidArgument(
-            f"[{type(self).__name__}] it comes out of a queue or a pipe, into which the writer puts the "
-            "object"
+            f"[{type(self).__name__}] take it out of a queue or a pipe into which the writer puts the object"
         )
 
     def sync(self) -> bool:
@@ -497,4 +497,4 @@ for _class in (VTensor, CopyOnWriteVTensor, AsleepVTensor):  # the last two say 
 _instead = "send the tensor itself from the process that writes, or a copy, x.clone()"
 for _class in (Reader, _ClosedReader, _ParentsReader):
     reduction.ForkingPickler.register(_class, _refuse("send", _instead))
-del _class, _instead
+del _class, _instead, _names, _name
