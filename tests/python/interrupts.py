@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -79,7 +80,8 @@ def at_every_bytecode(
     most: int = 20_000,
     seen: set[Hashable] | None = None,
 ) -> int:
-    """Interrupts ``operation(state)`` before one bytecode after another, until it comes to its end.
+    """Interrupts ``operation(state)`` before one bytecode after another, until it comes to its end. What only
+    loads is left out: the exception before the next bytecode does the same.
 
     Args:
         setup: makes the state that the operation begins with, anew for every try.
@@ -153,7 +155,7 @@ class _Run:
                 return None
             frame.f_trace, frame.f_trace_lines = self.trace, False  # Python 3.13 wants it before the next
             frame.f_trace_opcodes = True
-        elif event == "opcode" and frame.f_lasti not in _never(frame.f_code):
+        elif event == "opcode" and frame.f_lasti not in _left_out(frame.f_code):
             self.n += 1
             key = self.each(frame, self.n)
             if key not in self.seen:
@@ -176,8 +178,28 @@ def _name(frame: FrameType) -> str:
     return f"before {bytecode} in {code.co_qualname}, {Path(code.co_filename).name}:{frame.f_lineno}"
 
 
+# Bytecodes that load something and do nothing else.
+_LOADS = {
+    *("RESUME", "NOP", "COPY", "SWAP", "PUSH_NULL", "KW_NAMES", "PRECALL", "MAKE_CELL", "COPY_FREE_VARS"),
+    *("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLOSURE"),
+    *("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"),
+}
+
+
 @cache
-def _never(code: CodeType) -> frozenset[int]:
+def _left_out(code: CodeType) -> frozenset[int]:
+    """The offsets that are not tried: an exception there does what one before the bytecode above does, or
+    none comes there."""
+    blocks = {edge for block in dis.Bytecode(code).exception_entries for edge in (block.start, block.end)}
+    same = {
+        one.offset
+        for above, one in pairwise(dis.get_instructions(code))
+        if above.opname in _LOADS and not one.is_jump_target and one.offset not in blocks
+    }
+    return _never(code) | same
+
+
+def _never(code: CodeType) -> set[int]:
     """The offsets at which nothing comes from outside, and where code relies on that.
 
     CPython looks for signals and asynchronous exceptions in calls and jumps back. There is neither between
@@ -202,7 +224,7 @@ def _never(code: CodeType) -> frozenset[int]:
         elif one.opname == "POP_EXCEPT":
             begin = i - 1 if code_of[i - 1].opname == "COPY" else i
             found.update(range(code_of[begin].offset, one.offset + 1))
-    return frozenset(found)
+    return found
 
 
 def _is_none(one: dis.Instruction) -> bool:

@@ -289,4 +289,4 @@ def test_ids_whose_hash_is_interrupted():
             run.engine.submit(Request(Name(name), [1], 1))
 
     here = sys.modules[__name__]
-    assert interrupt(prepared, serve, check, within=here, each=moment) > 30
+    assert interrupt(prepared, serve, check, within=here, each=moment) > 15
