@@ -79,7 +79,7 @@ void CudaDriver::open(const CudaOptions& options) {
   cuda_.context = context;
   // Less a tenth, for what cannot wait until we give memory back: modules that are loaded lazily,
   // workspaces of libraries, torch's own cache.
-  traits_.available = free_memory() / 10 * 9;
+  traits_.budget_part = 9;
   open_streams();
   if (options.uuid != DeviceUuid{}) return;  // a reader makes no pages of its own
   if (options.shareable) choose_exports();

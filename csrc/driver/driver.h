@@ -86,7 +86,7 @@ struct DriverTraits {
   Device device;            // what tensors over this memory report to DLPack
   std::size_t page_size;    // bytes; the unit of everything below
   std::size_t granularity;  // the driver's smallest page, bytes
-  std::size_t available;    // default budget in bytes of a pool that is the only one
+  std::size_t budget_part;  // tenths of the free memory: a pool's default budget
   // h and h + 1 at neighbouring pages merge into one kernel mapping; new handles read as zeros.
   bool adjacent_handles = false;
   // A write to a copy-on-write page copies it, without a fault; and remap never leaves a page

@@ -100,7 +100,7 @@ class HostDriver final : public Driver {
                .device = {.type = 1, .index = 0},
                .page_size = page_size_,
                .granularity = granularity,
-               .available = free_host_memory() / 5 * 4 / page_size_ * page_size_,
+               .budget_part = 8,
                .adjacent_handles = true,
                .kernel_copies_on_write = true,
                .exports = options.shareable ? ExportKind::file : ExportKind::none};

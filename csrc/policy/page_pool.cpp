@@ -36,9 +36,9 @@ constexpr std::chrono::nanoseconds kLookAtReaders = std::chrono::milliseconds(20
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::milliseconds(50);
 // A thread that waits for driver calls to end waits for no more than so many pages to be released.
 constexpr std::size_t kReleasedAtOnce = 32;
-// A pool may take this part of the free memory at least, whatever other pools may take: a default
+// A pool may take a sixteenth of the free memory at least, whatever other pools may take: a default
 // pool is made on first use, and must not fail because another pool overcommits.
-constexpr double kLeastShare = 1.0 / 16;
+constexpr std::size_t kLeastShare = 16;
 
 // Locked before the lock of any pool: of two pools that are made at once, the later counts with the
 // budget of the earlier.
@@ -62,10 +62,9 @@ std::size_t default_budget(Driver& driver) {
     const PoolLock lock(pool);
     unused += sub_sat(pool->store().unused(), pool->store().spare()) * pool->page_size();
   }
-  const auto free = unused == 0 ? 0.0 : static_cast<double>(driver.free_memory());
-  if (free == 0) return traits.available;
-  const double left = std::max(free - static_cast<double>(unused), free * kLeastShare);
-  return static_cast<std::size_t>(static_cast<double>(traits.available) * left / free);
+  const std::size_t free = driver.free_memory();
+  const std::size_t left = std::max(sub_sat(free, unused), free / kLeastShare);
+  return left / 10 * traits.budget_part / traits.page_size * traits.page_size;
 }
 
 }  // namespace
