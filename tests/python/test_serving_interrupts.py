@@ -107,7 +107,7 @@ def test_run():
         run.finish()
 
     tried = interrupt(lambda: Run(*GROUPS), lambda run: run.engine.run(), check, each=moment, stride=997)
-    assert tried > 20
+    assert tried > 10
 
 
 def test_ends_that_are_all_that_is_left():
