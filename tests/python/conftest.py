@@ -75,12 +75,18 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     if simcuda_library() is not None:
         simcuda_leaks()  # loads the library, whose own memfd stays
+    leave_out_of_collections()
+
+
+def leave_out_of_collections():
+    """What lives now was imported, and never dies: collections need not look at it. They took a third of a
+    second once all tests had run."""
     gc.collect()
-    gc.freeze()  # what was imported never dies: collections between tests need not look at it
+    gc.freeze()
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item, nextitem):
     """Ends a test that runs past its time: by an exception first, and if C code sits on it, for good."""
     marker = item.get_closest_marker("seconds")
     seconds = marker.args[0] if marker else TEST_SECONDS
@@ -99,6 +105,8 @@ def pytest_runtest_protocol(item):
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
         faulthandler.cancel_dump_traceback_later()
+    if nextitem is not None and nextitem.path != item.path:
+        leave_out_of_collections()
 
 
 @pytest.hookimpl(hookwrapper=True)
