@@ -73,24 +73,24 @@ def scaled_dot_product_attention(
         else:
             mask = _lower_right(queries, length, query.device)
     with leased(_OPERATION, query, key, value, cache=cache):
-        heads, attend = query.shape[1], functional.scaled_dot_product_attention
-        grouped = enable_gqa and heads != keys.shape[1]
-        if not grouped or not query.is_cpu or queries != 1 or not _fits_one_query(mask, heads):
+        attend = functional.scaled_dot_product_attention
+        grouped = enable_gqa and not query.shape[-3] == keys.shape[-3] == values.shape[-3]
+        if not (grouped and query.is_cpu and queries == 1 and _stacks(query, keys, values, mask)):
             return attend(query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=grouped)
         # With one query per head, the heads of a group become the queries of one head.
-        batch, _, _, size = query.shape
-        stacked = query.reshape(batch, keys.shape[1], -1, size)
-        if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
-            mask = mask.reshape(*mask.shape[:-3], keys.shape[1], -1, mask.shape[-1])
-        out = attend(stacked, keys, values, mask, dropout_p, scale=scale)
-        return out.reshape(batch, heads, 1, values.shape[-1])
+        split = -3, (keys.shape[-3], -1)
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask.unflatten(*split).squeeze(-2)
+        out = attend(query.unflatten(*split).squeeze(-2), keys, values, mask, dropout_p, scale=scale)
+        return out.flatten(-3, -2).unsqueeze(-2)
 
 
-def _fits_one_query(mask: torch.Tensor | None, heads: int) -> bool:
-    """Whether torch would take the mask. One for K's heads would fit the stacked heads, and mean another."""
-    if mask is None:
-        return True
-    return mask.ndim > 1 and mask.shape[-2] == 1 and (mask.ndim == 2 or mask.shape[-3] in (1, heads))
+def _stacks(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether torch would take these. A mask for K's heads would fit the stacked heads, and mean another."""
+    heads, groups = query.shape[-3], keys.shape[-3]
+    shape = (1, 1, 1) if mask is None else mask.shape
+    fits = len(shape) > 1 and shape[-2] == 1 and (len(shape) == 2 or shape[-3] in (1, heads))
+    return fits and heads % groups == 0 and values.shape[-3] == groups
 
 
 def _lower_right(queries: int, length: int, device: torch.device) -> torch.Tensor:

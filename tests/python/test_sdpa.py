@@ -119,6 +119,23 @@ def test_stacked_heads_take_no_mask_that_torch_would_refuse(host, shape):
         scaled_dot_product_attention(noise(2, HEADS * 3, 1, SIZE), k, v, torch.ones(shape), enable_gqa=True)
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "value"),
+    [
+        ((0, 4, 1, 8), (0, 2, 5, 8), (0, 2, 5, 8)),
+        ((1, 4, 1, 8), (3, 2, 5, 8), (3, 2, 5, 8)),
+        ((4, 1, 8), (2, 5, 8), (2, 5, 8)),
+        ((3, 2, 4, 1, 8), (3, 2, 2, 5, 8), (3, 2, 2, 5, 8)),
+        ((1, 4, 1, 8), (1, 2, 5, 8), (1, 4, 5, 8)),
+        ((1, 4, 1, 8), (1, 4, 5, 8), (1, 2, 5, 8)),
+    ],
+)
+def test_a_single_step_takes_every_shape_that_torch_takes(query, key, value):
+    given = noise(*query), noise(*key, seed=1), noise(*value, seed=2)
+    out, theirs = scaled_dot_product_attention(*given, enable_gqa=True), torch_sdpa(*given, enable_gqa=True)
+    assert out.shape == theirs.shape and torch.allclose(out, theirs, atol=1e-6)
+
+
 def test_a_mask_and_is_causal(host):
     k, v = caches(host, length=9, heads_first=True)
     with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE):
