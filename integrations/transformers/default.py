@@ -91,7 +91,7 @@ def _growing(cache: Any, pool: Pool | None, compiled: bool) -> Any:
         made = VTensorCache.over(cache, compiled)
         made.layers = [growing(layer, None, pool) for layer in cache.layers]
         return made
-    if type(cache) is EncoderDecoderCache:
+    if type(cache) is EncoderDecoderCache and type(cache.self_attention_cache) is DynamicCache:
         halves = cache.self_attention_cache, cache.cross_attention_cache
         return TwoHalves(*(_growing(half, pool, compiled) for half in halves))
     return cache

@@ -69,6 +69,8 @@ def test_what_was_asked_for_is_kept(pages):
         assert generate(model, prompt(), own).past_key_values is own
         static = generate(model, prompt(), cache_implementation="static").past_key_values
         assert type(static) is StaticCache
+        static = generate(make("T5"), prompt(), cache_implementation="static").past_key_values
+        assert type(static) is EncoderDecoderCache
         assert generate(model, prompt(), use_cache=False).past_key_values is None
         assert type(generate(model, prompt(), cache_implementation="dynamic").past_key_values) is VTensorCache
     assert not issubclass(VTensorCache, QuantizedCache)
