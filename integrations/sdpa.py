@@ -64,14 +64,12 @@ def scaled_dot_product_attention(
     take = traced_views if is_dynamo_compiling() else views
     keys, values, cache = take(_OPERATION, key, value, True)
     queries, length = query.shape[-2], keys.shape[-2]
-    mask, upper_left = attn_mask, False
+    mask = attn_mask
     if is_causal and mask is not None:
         raise InvalidArgument(f"[{_OPERATION}] attn_mask and is_causal=True: put both into attn_mask")
-    if is_causal and queries > 1:
-        if queries == length:  # both alignments are the same
-            upper_left = True
-        else:
-            mask = _lower_right(queries, length, query.device)
+    if is_causal and 1 < queries != length:
+        mask = _lower_right(queries, length, query.device)
+    upper_left = queries > 1 and is_causal and mask is None  # both alignments are then the same
     with leased(_OPERATION, query, key, value, cache=cache):
         attend = functional.scaled_dot_product_attention
         grouped = enable_gqa and not query.shape[-3] == keys.shape[-3] == values.shape[-3]

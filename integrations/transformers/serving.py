@@ -143,17 +143,19 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         self._slots = [sequence.slot or 0 for sequence, _, _ in plan.work]
         self._starts = [start for _, start, _ in plan.work]
         self._counts = [stop - start for _, start, stop in plan.work]
+        ends = torch.tensor(self._counts, device=device).cumsum(0) - 1  # the last token of each
         with torch.no_grad():
             output = self.model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.tensor([positions], device=device),
                 use_cache=True,
-                logits_to_keep=torch.tensor(self._counts, device=device).cumsum(0) - 1,  # the last of each
+                logits_to_keep=ends,
                 **{CACHE: self._states},
             )
         if self._attended != len(self.cache):  # other attention mixes the requests
             raise _not_served(self.model, "does not attend through AttentionInterface once a layer")
-        return output.logits[0]  # type: ignore[no-any-return]
+        logits: torch.Tensor = output.logits[0]
+        return logits if len(logits) == len(ends) else logits[ends]  # some models keep those of all tokens
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """Writes K and V of the plan's tokens, [1, heads, tokens, head_dim], to their slots."""

@@ -90,6 +90,15 @@ def one_layer_more(config):
     return with_cache(hf.LlamaForCausalLM(config), OneMore)
 
 
+def all_logits(config):
+    """A Llama that computes the logits of all tokens, as Video-Llama 3 and Qwen2.5-Omni do."""
+    model = hf.LlamaForCausalLM(config)
+    model.register_forward_pre_hook(
+        lambda module, args, given: (args, given | {"logits_to_keep": 0}), with_kwargs=True
+    )
+    return model
+
+
 # As in model_zoo.py.
 SERVED = MODELS | {
     "Cohere": (hf.CohereForCausalLM, hf.CohereConfig, {"tie_word_embeddings": False}),
@@ -107,6 +116,7 @@ SERVED = MODELS | {
         PLAIN | {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 256},
     ),
     "Llama, turned": (turned, hf.LlamaConfig, {}),
+    "Llama, all logits": (all_logits, hf.LlamaConfig, {}),
 }
 
 # What a refusal says about a model.
@@ -335,7 +345,7 @@ def model_of(kind, config, changes, attention=None):
 @pytest.mark.parametrize(
     "name",
     ["Qwen3", "Mistral", "Gemma 2", "Gemma 3", "GPT-2", "Phi-3", "Mixtral", "GPT-OSS", "Cohere", "GLM-4"]
-    + ["GPT-NeoX", "Phi", "OPT", "Qwen2-MoE", "Llama, turned"],
+    + ["GPT-NeoX", "Phi", "OPT", "Qwen2-MoE", "Llama, turned", "Llama, all logits"],
 )
 def test_models(name):
     """Sliding windows, norms of K, soft caps, learned positions, fused projections, experts, sinks."""
