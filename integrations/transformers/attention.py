@@ -125,7 +125,8 @@ def _left_padding(
 
     transformers calls it once a forward for each type of layer. Only here does the host wait for the device.
     """
-    whole = not (allow_is_causal_skip or allow_is_bidirectional_skip)
+    prefix = getattr(config, "use_bidirectional_attention", None) is True  # as PaliGemma's text model
+    whole = not allow_is_bidirectional_skip and (prefix or not allow_is_causal_skip)
     if use_vmap or (q_length > 1 and whole):
         raise InvalidArgument(
             "[attention] a mask that is more than causal (packed sequences, or a function of the model's "

@@ -49,8 +49,7 @@ def install(pool: Pool | None = None) -> None:
         original(model, generation_config, model_kwargs, *args, **kwargs)
         for name in _CACHE_NAMES:
             if name not in given and model_kwargs.get(name) is not None:
-                compiled = generation_config.compile_config is not None
-                cache = _growing(model_kwargs[name], pool, compiled)
+                cache = _growing(model_kwargs[name], pool, generation_config.compile_config is not None)
                 if generation_config.is_assistant:
                     cache.activate_past_recording()
                 model_kwargs[name] = cache

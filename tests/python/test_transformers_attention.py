@@ -136,6 +136,7 @@ def test_what_it_cannot_do_is_refused_before_the_kernel(kernel, pages):
     refused(made("GPT-OSS"), "s_aux")
     refused(made("Llama 4"), "40 tokens in chunks of 24")
     refused(made("Llama", sliding_window=24), "a window in the mask alone")
+    refused(made("Gemma 2", use_bidirectional_attention=True), "more than causal")  # as PaliGemma has it
     sizes = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}
     refused(
         BigBirdPegasusForCausalLM(BigBirdPegasusConfig(**sizes, attn_implementation="vtensor")).eval(),
