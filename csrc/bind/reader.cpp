@@ -1,4 +1,5 @@
 // What a process reads of another's shared ranges.
+#include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -129,7 +130,12 @@ void bind_reader(nb::module_& module) {
   nb::class_<ReaderFiles>(module, "ReaderFiles", "Descriptors that are closed with it.")
       .def(nb::init<>())
       .def(
-          "take", [](ReaderFiles& files, int descriptor) { files.take(Descriptor(descriptor)); },
+          "take",
+          [](ReaderFiles& files, int descriptor) {
+            // multiprocessing receives descriptors that programs would inherit.
+            fcntl(descriptor, F_SETFD, FD_CLOEXEC);
+            files.take(Descriptor(descriptor));
+          },
           "descriptor"_a)
       .def_prop_ro("descriptors", &ReaderFiles::descriptors)
       .def("close", [](ReaderFiles& files) { files.release(); });

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import time
 from contextlib import ExitStack, suppress
 from multiprocessing import reduction
@@ -490,6 +491,19 @@ def test_sharing_leaves_no_descriptor_and_no_file(pool, n):
     # Threads close some: multiprocessing's that sends, and the pool's that answers.
     assert eventually(lambda: open_files() <= descriptors)
     assert named_memory() <= shm
+
+
+def test_a_program_that_a_reader_starts_inherits_no_descriptor(pool):
+    def inherited():
+        return len(subprocess.check_output(["ls", "/proc/self/fd"], close_fds=False).split())
+
+    before = inherited()
+    t = rows(pool, 100)
+    ours, theirs = multiprocessing.Pipe()
+    ours.send(t)
+    reader = theirs.recv()
+    assert inherited() == before
+    reader.close()
 
 
 # -- trust
