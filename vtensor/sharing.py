@@ -311,7 +311,7 @@ def _receive(sent: _Sent, words: int) -> ReaderCore:
             f"[reader] the memory did not arrive ({error!r}): receive once what was sent, while its sender "
             "lives, and raise the limit on descriptors (ulimit -n)"
         ) from None
-    return ReaderCore(files, words, cuda_library)
+    return ReaderCore.received(files, words, cuda_library)
 
 
 def _reduce(tensor: VTensor) -> Any:
@@ -330,9 +330,8 @@ def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:
         reader = torch.empty(0, dtype=view.dtype, device=whole.device).as_subclass(Reader)
     reader._core, reader._whole, reader._grow_dim = core, whole, grow_dim
     reader._lock = threading.RLock()
-    reader._show(0, 0)
+    reader._show(*core.words)
     _readers[id(reader)] = reader
-    reader.sync()
     return reader
 
 
@@ -448,7 +447,6 @@ def _rebuild_object(reader: Any, sent: _Sent, words: int, views: dict[Any, _View
     made = reader.__new__(reader)
     made._core = core = _receive(sent, words)
     made._tensors = {key: view.over(core) for key, view in views.items()}
-    made.sync()
     return made
 
 

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
@@ -142,6 +143,15 @@ void bind_reader(nb::module_& module) {
   nb::class_<ReaderCore>(module, "ReaderCore")
       .def(nb::init<ReaderFiles&, std::size_t, const std::string&>(), "files"_a, "words"_a,
            "cuda_library"_a)
+      // Synced once. If that is refused nothing is left, however long the exception lives.
+      .def_static(
+          "received",
+          [](ReaderFiles& files, std::size_t words, const std::string& cuda_library) {
+            auto core = std::make_unique<ReaderCore>(files, words, cuda_library);
+            core->sync();
+            return core;
+          },
+          "files"_a, "words"_a, "cuda_library"_a)
       .def("sync", &ReaderCore::sync)
       .def("storage", &ReaderCore::storage, "range"_a, "offset"_a, "nbytes"_a)
       .def("close", &ReaderCore::close)

@@ -284,6 +284,18 @@ def test_memory_that_sleeps_is_not_sent(pool):
     pool.wake()
 
 
+def test_a_reader_that_is_refused_as_it_arrives_reads_nothing(pool):
+    t = rows(pool, 100)
+    ours, theirs = multiprocessing.Pipe()
+    ours.send(t)
+    pool.sleep(contents="host")
+    with pytest.raises(vtensor.Asleep) as kept:
+        theirs.recv()
+    pool.wake()
+    assert pool.sleep(contents="host") and kept
+    pool.wake()
+
+
 def test_a_reader_is_a_tensor_like_any_other(pool, other):
     t = rows(pool, 100)
     other.receive(t)
