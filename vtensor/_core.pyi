@@ -2,7 +2,7 @@
 The C++ half of vtensor; use the classes of the package `vtensor` instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import enum
 
 
@@ -427,7 +427,7 @@ class CacheCore:
 
     def unshare(self, arg0: int, arg1: int, arg2: int, /) -> None: ...
 
-    def begin_write(self, arg0: int, arg1: int, arg2: Sequence[tuple[int, int, int]], /) -> None: ...
+    def write(self, arg0: int, arg1: int, arg2: Sequence[tuple[int, int, int]], arg3: Callable, /) -> None: ...
 
     def record_stream(self, stream: int | None = None) -> None: ...
 

@@ -341,13 +341,15 @@ class KVCache(Closes, Drawn):
             check_batch("v", v, runs)
         for slot in runs.slots:
             self._slot("KVCache.write", slot)
-        CacheCore.begin_write(
-            self._core, self._layout.layers[layer][0].row_group, layer, list(zip(*runs, strict=True))
-        )
         places = self._places(runs, whole_k.device) if len(runs.slots) != 1 else None
-        store(flat_k, whole_k, heads_dim, runs, places)
-        if v is not None and whole_v is not None:
-            store(flat_v, whole_v, heads_dim, runs, places)
+
+        def copy() -> None:
+            store(flat_k, whole_k, heads_dim, runs, places)
+            if v is not None and whole_v is not None:
+                store(flat_v, whole_v, heads_dim, runs, places)
+
+        row_group = self._layout.layers[layer][0].row_group
+        CacheCore.write(self._core, row_group, layer, list(zip(*runs, strict=True)), copy)
 
     def _places(self, runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Slot and position of each token. Kept for the last runs: a model writes the same in each layer."""

@@ -127,14 +127,17 @@ class CacheCore {
     op.run_evicting([&] { cache_->unshare(op.caller(), slot, {start, stop}); });
   }
 
-  // `writes`: of each, the slot, the first token and the number of tokens.
-  void begin_write(std::size_t group, std::size_t layer,
-                   const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& writes) {
+  // `writes`: of each, the slot, the first token and the number of tokens. `store` copies them
+  // there: inside the operation, so no other thread takes the pages away meanwhile.
+  void write(std::size_t group, std::size_t layer,
+             const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& writes,
+             const nb::callable& store) {
     const Operation op(*this, "KVCache.write");
     std::vector<SlotCache::Write> all;
     all.reserve(writes.size());
     for (const auto& [slot, start, count] : writes) all.push_back({slot, {start, start + count}});
     op.run_evicting([&] { cache_->begin_write(op.caller(), group, layer, all); });
+    store();
   }
 
   void record_stream(std::optional<Stream> stream) {
@@ -396,7 +399,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("reorder", &CacheCore::reorder, "slots"_a, "sources"_a, no_stream)
       .def("publish", &CacheCore::publish)
       .def("unshare", &CacheCore::unshare)
-      .def("begin_write", &CacheCore::begin_write)
+      .def("write", &CacheCore::write)
       .def("record_stream", &CacheCore::record_stream, no_stream)
       .def("swap_out", &CacheCore::swap_out, "slots"_a, no_bands)
       .def("swap_in", &CacheCore::swap_in, "slots"_a, no_bands)

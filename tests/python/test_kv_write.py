@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -135,3 +137,28 @@ def test_behind_a_swap_in(pool_factory, kind):
             cache.write(layer, slot, 50, **states(cache, layer, [999]))
         cache.wait(slot)
         check_contents(cache, slot, [*range(50), 999, *range(51, 100)])
+
+
+@pytest.mark.parametrize("leaves", ["close", "free", "sleep"])
+def test_pages_leave_only_after_a_write(pool, monkeypatch, leaves):
+    """Another thread that takes them away waits."""
+    cache = make_cache(pool)
+    [slot] = slots_of(cache, 5)
+    away = {
+        "close": cache.close,
+        "free": lambda: (cache.free(slot), pool.trim()),
+        "sleep": lambda: pool.sleep(contents="host"),
+    }
+    thread = Thread(target=away[leaves])
+
+    def store_beside(*arguments, store=vtensor.kv.store):
+        if not thread.ident:
+            thread.start()
+            thread.join(0.1)
+        assert thread.is_alive()
+        store(*arguments)
+
+    monkeypatch.setattr("vtensor.kv.store", store_beside)
+    cache.write(0, slot, 0, **states(cache, 0, list(range(5))))
+    thread.join()
+    pool.close()
