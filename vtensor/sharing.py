@@ -233,9 +233,10 @@ class _ParentsReader(Reader):
 
     __torch_function__ = classmethod(refuse_in_forked_child)  # type: ignore[assignment]
 
-    def alias(self) -> torch.Tensor:
-        _core.refuse_in_forked_child("Reader.alias")
-        return super().alias()
+    def _refuse(self, *arguments: object, **named: object) -> Any:
+        _core.refuse_in_forked_child("reader")
+
+    alias = close = sync = _refuse
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return "<Reader of the parent process>"
@@ -247,7 +248,6 @@ _readers: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary
 def _leave_to_parent() -> None:
     for reader in list(_readers.values()):
         reader.__class__ = _ParentsReader
-        reader._lock = threading.RLock()  # a thread of the parent may have had it
     _readers.clear()
 
 
