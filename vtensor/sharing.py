@@ -405,8 +405,8 @@ class CacheReader(ObjectReader):
     @property
     def lengths(self) -> list[int]:
         """The tokens of each slot, as last synced: 0 if it is free, swapped out in any band, or still being
-        filled from a prefix or from host memory. On the host, layers with a window read zeros before what it
-        sees."""
+        filled from a prefix or from host memory. Before what its window sees, a layer reads zeros or older
+        bytes of the slot on the host."""
         return self._core.words
 
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -170,6 +170,7 @@ void bind_pool(nb::module_& module) {
       .def("wait_idle", pool_method("Pool.wait_idle", &PagePool::wait_idle))
       .def("retire", pool_method("Pool.close", &PagePool::retire))
       .def("keep_mapped", &PagePool::keep_mapped)
+      .def("leave_budget", pool_method("Pool.close", &PagePool::leave_budget))
       .def("check_invariants", pool_method("check_invariants", &PagePool::check_invariants))
       .def("fail_after",
            [](PagePool& pool, std::uint64_t skip, std::uint64_t refuse) {

@@ -430,6 +430,11 @@ void PagePool::retire() noexcept {
   if (store_.broken()) finish_unmapping(lock);
 }
 
+void PagePool::leave_budget() noexcept {
+  const PoolLock lock(shared_from_this());
+  if (ledger_) ledger_->leave_at_exit();
+}
+
 void PagePool::check_invariants() {
   PoolLock lock(shared_from_this());
   drain_ended();

@@ -122,6 +122,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // The process ends while other threads may be inside torch with the pages: what an owner leaves
   // from here on stays mapped.
   void keep_mapped() noexcept { keeps_mapped_ = true; }
+  // The process ends with pages that are still in use.
+  void leave_budget() noexcept;
   bool keeps_mapped() const { return keeps_mapped_.load(std::memory_order_relaxed); }
 
   // -- for readers in other processes

@@ -327,6 +327,15 @@ Ledger::~Ledger() {
   }
 }
 
+void Ledger::leave_at_exit() noexcept {
+  try {
+    const Locked locked(*this, nullptr);
+    if (!any_alive() && is_linked()) unlink(path().c_str());
+  } catch (...) {
+    return;  // the file stays, as when a process is killed
+  }
+}
+
 Ledger::Place& Ledger::own() const { return file_->content().places[place_]; }
 
 Ledger::Balance Ledger::balance() const { return balance(file_->content()); }

@@ -37,6 +37,8 @@ class Ledger {
   // Gives the place up, and the file with the last one.
   ~Ledger();
   Ledger& operator=(Ledger&&) = delete;
+  // The process ends, and with it the place: removes the file if no other pool has one.
+  void leave_at_exit() noexcept;
 
   const std::string& name() const { return name_; }
   std::uint64_t limit() const { return limit_; }

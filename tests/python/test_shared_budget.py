@@ -27,7 +27,17 @@ import vtensor
 from kv_support import grown, lengths_with, make_cache
 from reader_process import Helper
 from scenes import Tensors
-from support import SOAK, beside, check_sums, eventually, leave_spare, open_files, open_pool, sometimes
+from support import (
+    SOAK,
+    beside,
+    check_sums,
+    eventually,
+    leave_spare,
+    open_files,
+    open_pool,
+    run_snippet,
+    sometimes,
+)
 from test_failing_calls import refuse_each
 from vtensor import _core, testing
 from vtensor.cli import top
@@ -486,6 +496,20 @@ def test_a_view_keeps_the_place_of_a_closed_pool(name):
         assert len(pages(other, WHOLE - 20)) == WHOLE - 20
         del view
         eventually(lambda: held(other)[1] == 0)
+
+
+KEPT = {"a view": "sys.view = t[:3]", "a thread": "Thread(target=time.sleep, args=(9,), daemon=True).start()"}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_process_that_ends_with_pages_in_use_leaves_no_file(name, kept):
+    start = f"""
+import time
+from threading import Thread
+sys.t = t = filled(open_pool("host", 64, shared_budget={name!r}), 20)
+"""
+    run_snippet(start + KEPT[kept], finalize=True).check()
+    assert not os.path.exists(path_of(name))
 
 
 def test_the_file_of_the_killed_is_begun_afresh(name):
