@@ -122,9 +122,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // The process ends while other threads may be inside torch with the pages: what an owner leaves
   // from here on stays mapped.
   void keep_mapped() noexcept { keeps_mapped_ = true; }
-  // The process ends with pages that are still in use.
-  void leave_budget() noexcept;
   bool keeps_mapped() const { return keeps_mapped_.load(std::memory_order_relaxed); }
+  // The process ends, perhaps with pages that are in use: they count in a shared budget until then.
+  void leave_budget() noexcept;
 
   // -- for readers in other processes
 
@@ -267,9 +267,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::map<RowShape, ClientList> cached_alike_ VT_GUARDED;  // `cached_` by shape; newest first
   std::size_t pages_alike_ VT_GUARDED = 0;  // theirs, which count against the `cache` limit
   ClientList unclean_ VT_GUARDED;
-  bool wake_mapper_ VT_GUARDED = false;  // to be woken once the lock is free
-  std::atomic<bool> retired_{false};     // the pool's owner has left
-  std::atomic<bool> keeps_mapped_{false};
+  bool wake_mapper_ VT_GUARDED = false;    // to be woken once the lock is free
+  std::atomic<bool> retired_{false};       // the pool's owner has left
+  std::atomic<bool> keeps_mapped_{false};  // the process is about to end
   std::exception_ptr mapper_error_ VT_GUARDED;
   // wait_idle() sleeps on it: to wake it at each of the mapper's steps makes these slower.
   std::condition_variable mapper_rests_;
