@@ -88,7 +88,7 @@ def _stacks(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask:
     heads, groups = query.shape[-3], keys.shape[-3]
     shape = (1, 1, 1) if mask is None else mask.shape
     fits = len(shape) > 1 and shape[-2] == 1 and (len(shape) == 2 or shape[-3] in (1, heads))
-    return fits and heads % groups == 0 and values.shape[-3] == groups
+    return fits and 0 < groups == values.shape[-3] and heads % groups == 0
 
 
 def _lower_right(queries: int, length: int, device: torch.device) -> torch.Tensor:

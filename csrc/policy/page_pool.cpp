@@ -38,7 +38,7 @@ constexpr std::chrono::nanoseconds kAnswer = std::chrono::milliseconds(50);
 constexpr std::size_t kReleasedAtOnce = 32;
 // A pool may take a sixteenth of the free memory at least, whatever other pools may take: a default
 // pool is made on first use, and must not fail because another pool overcommits.
-constexpr std::size_t kLeastShare = 16;
+constexpr std::size_t kLeastPart = 16;
 
 // Locked before the lock of any pool: of two pools that are made at once, the later counts with the
 // budget of the earlier.
@@ -63,7 +63,7 @@ std::size_t default_budget(Driver& driver) {
     unused += sub_sat(pool->store().unused(), pool->store().spare()) * pool->page_size();
   }
   const std::size_t free = driver.free_memory();
-  const std::size_t left = std::max(sub_sat(free, unused), free / kLeastShare);
+  const std::size_t left = std::max(sub_sat(free, unused), free / kLeastPart);
   return left / 10 * traits.budget_part / traits.page_size * traits.page_size;
 }
 

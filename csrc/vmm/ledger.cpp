@@ -251,6 +251,10 @@ bool Ledger::is_alive(std::size_t place) const { return file_->is_locked(life_of
 
 bool Ledger::any_alive() const { return file_->is_locked(kLife, 0); }
 
+void Ledger::remove_if_unused() const {
+  if (!any_alive() && is_linked()) unlink(path().c_str());
+}
+
 // -- a place
 
 std::unique_ptr<Ledger> Ledger::join(CallMeter& meter, const std::string& name, std::uint64_t limit,
@@ -267,7 +271,7 @@ std::unique_ptr<Ledger> Ledger::join(CallMeter& meter, const std::string& name, 
     try {
       ledger->take_place(limit, device);
     } catch (...) {
-      if (!ledger->any_alive()) unlink(ledger->path().c_str());
+      ledger->remove_if_unused();
       throw;
     }
     return ledger;
@@ -320,7 +324,7 @@ Ledger::~Ledger() {
   try {
     const Locked locked(*this, nullptr);
     file_->unlock(life_of(place_));  // so that of two that leave one is last
-    if (!any_alive() && is_linked()) unlink(path().c_str());
+    remove_if_unused();
   } catch (...) {
     // The file stays, and the next pool of its name finds no living pool in it.
     file_->unlock(life_of(place_));
@@ -330,7 +334,7 @@ Ledger::~Ledger() {
 void Ledger::leave_at_exit() noexcept {
   try {
     const Locked locked(*this, nullptr);
-    if (!any_alive() && is_linked()) unlink(path().c_str());
+    remove_if_unused();
   } catch (...) {
     return;  // the file stays, as when a process is killed
   }

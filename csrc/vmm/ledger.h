@@ -118,6 +118,8 @@ class Ledger {
   bool has_other_layout() const;
   bool is_alive(std::size_t place) const;
   bool any_alive() const;
+  // Removes the file if no other pool has a place. Requires: it is locked.
+  void remove_if_unused() const;
   Place& own() const;
   Balance balance(const Content& content) const;
 

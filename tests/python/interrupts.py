@@ -80,8 +80,7 @@ def at_every_bytecode(
     most: int = 20_000,
     seen: set[Hashable] | None = None,
 ) -> int:
-    """Interrupts ``operation(state)`` before one bytecode after another, until it comes to its end. What only
-    loads is left out: the exception before the next bytecode does the same.
+    """Interrupts ``operation(state)`` before one bytecode after another, until it comes to its end.
 
     Args:
         setup: makes the state that the operation begins with, anew for every try.
@@ -90,7 +89,8 @@ def at_every_bytecode(
         within: the package or module whose frames are interrupted. Its calls into others end undisturbed: an
             exception is then raised before the call, or behind it, where its result is not stored yet.
         each: of a frame and the number of the bytecode in its try, which bytecodes count as the same, and are
-            tried once: :func:`path`, :func:`place` (fewer) or :func:`moment` (all).
+            tried once: :func:`path`, :func:`place` (fewer) or :func:`moment` (all). The first two leave out
+            bytecodes behind one that only loads: an exception does the same there as before it.
         stride: tries every n-th of them only.
         most: a bound for the tries.
         seen: what was tried before, of other operations; it grows.
@@ -130,6 +130,7 @@ class _Run:
         self, files: str, each: Callable[[FrameType, int], Hashable], stride: int, seen: set[Hashable]
     ) -> None:
         self.files, self.each, self.stride, self.seen = files, each, stride, seen
+        self.left_out = _never if each is moment else _never_or_alike
         self.n = 0
         self.where = ""
 
@@ -155,7 +156,7 @@ class _Run:
                 return None
             frame.f_trace, frame.f_trace_lines = self.trace, False  # Python 3.13 wants it before the next
             frame.f_trace_opcodes = True
-        elif event == "opcode" and frame.f_lasti not in _left_out(frame.f_code):
+        elif event == "opcode" and frame.f_lasti not in self.left_out(frame.f_code):
             self.n += 1
             key = self.each(frame, self.n)
             if key not in self.seen:
@@ -187,19 +188,19 @@ _LOADS = {
 
 
 @cache
-def _left_out(code: CodeType) -> frozenset[int]:
-    """The offsets that are not tried: an exception there does what one before the bytecode above does, or
-    none comes there."""
+def _never_or_alike(code: CodeType) -> frozenset[int]:
+    """Also those behind a bytecode that only loads: an exception there does what one before it does."""
     blocks = {edge for block in dis.Bytecode(code).exception_entries for edge in (block.start, block.end)}
-    same = {
+    alike = {
         one.offset
         for above, one in pairwise(dis.get_instructions(code))
         if above.opname in _LOADS and not one.is_jump_target and one.offset not in blocks
     }
-    return _never(code) | same
+    return _never(code) | alike
 
 
-def _never(code: CodeType) -> set[int]:
+@cache
+def _never(code: CodeType) -> frozenset[int]:
     """The offsets at which nothing comes from outside, and where code relies on that.
 
     CPython looks for signals and asynchronous exceptions in calls and jumps back. There is neither between
@@ -224,7 +225,7 @@ def _never(code: CodeType) -> set[int]:
         elif one.opname == "POP_EXCEPT":
             begin = i - 1 if code_of[i - 1].opname == "COPY" else i
             found.update(range(code_of[begin].offset, one.offset + 1))
-    return found
+    return frozenset(found)
 
 
 def _is_none(one: dis.Instruction) -> bool:

@@ -107,7 +107,7 @@ def test_run():
         run.finish()
 
     tried = interrupt(lambda: Run(*GROUPS), lambda run: run.engine.run(), check, each=moment, stride=997)
-    assert tried > 10
+    assert tried > 20
 
 
 def test_ends_that_are_all_that_is_left():
@@ -289,4 +289,4 @@ def test_ids_whose_hash_is_interrupted():
             run.engine.submit(Request(Name(name), [1], 1))
 
     here = sys.modules[__name__]
-    assert interrupt(prepared, serve, check, within=here, each=moment) > 15
+    assert interrupt(prepared, serve, check, within=here, each=moment) > 30

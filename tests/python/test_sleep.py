@@ -804,7 +804,7 @@ class SleepMachine(RuleBasedStateMachine):
     @rule(
         tag=st.sampled_from([*TAGS, None]),
         contents=st.sampled_from(["host", "folder", "discard"]),
-        cut=st.none() | st.integers(1, 150),
+        cut=st.none() | st.integers(1, 300),
         fail=st.none() | st.integers(0, 6),
     )
     def sleep(self, tag: str | None, contents: str, cut: int | None, fail: int | None) -> None:
@@ -819,7 +819,7 @@ class SleepMachine(RuleBasedStateMachine):
     @rule(
         tag=st.sampled_from([*TAGS, None]),
         discard=st.booleans(),
-        cut=st.none() | st.integers(1, 100),
+        cut=st.none() | st.integers(1, 200),
         fail=st.none() | st.integers(0, 6),
     )
     def wake(self, tag: str | None, discard: bool, cut: int | None, fail: int | None) -> None:
