@@ -6,6 +6,7 @@ go to FOLDER/MODE-NAME.json. A SETTING is a variable of the environment.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -31,8 +32,13 @@ os.environ |= {
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+import vllm.model_executor.layers.quantization.online.base  # noqa: E402
+import vllm.model_executor.models.llama  # noqa: E402
+import vllm.v1.worker.cpu_worker  # noqa: E402, F401 -- here, so that the child of a scenario need not
 from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
+
+gc.freeze()  # vLLM collects garbage three times as an engine starts: without what was imported
 
 ON_VTENSOR = sys.argv[1] == "vtensor"
 FOLDER = Path(sys.argv[2])
