@@ -107,12 +107,13 @@ CUresult answer_waiting(const char* call, Needs needs, During during, Model mode
   if (Destructors::is_calling()) return CUDA_ERROR_NOT_PERMITTED;
   Sim& s = sim();
   std::unique_lock lock(s.mutex);
-  CUresult code = s.control.enter(call);
-  const auto latency = s.control.latency(call);
+  CallControl::Call& entered = s.control.find(call);
+  CUresult code = s.control.enter(entered);
+  const auto latency = entered.latency;
   lock.unlock();
   if (latency.count() > 0) std::this_thread::sleep_for(latency);
   lock.lock();
-  s.control.await(call, lock);
+  CallControl::await(entered, lock);
 
   if (code == CUDA_SUCCESS) code = refusal(s, call, needs, during);
   if (code == CUDA_SUCCESS) code = model(s, lock);

@@ -29,7 +29,7 @@ constexpr SettingName kSettings[] = {
 #undef SIMCUDA_SETTING
 };
 
-bool matches(const std::string& pattern, const std::string& call) {
+bool matches(const std::string& pattern, std::string_view call) {
   return pattern == "*" || pattern == call;
 }
 
@@ -71,19 +71,21 @@ std::uint64_t CallControl::disarm() {
 
 void CallControl::set_latency(const std::string& call, double microseconds) {
   for (const std::string_view name : kCalls) {
-    if (matches(call, std::string(name))) latencies_[std::string(name)] = microseconds;
+    if (matches(call, name)) find(name).latency = decltype(Call::latency)(microseconds);
   }
 }
 
 void CallControl::hold(const std::string& call, bool held) {
-  held ? void(held_.insert(call)) : void(held_.erase(call));
+  for (const std::string_view name : kCalls) {
+    if (matches(call, name)) find(name).held = held;
+  }
 }
 
-CUresult CallControl::enter(const std::string& call) {
-  ++counts_[call];
+CUresult CallControl::enter(Call& call) {
+  ++call.count;
   CUresult answer = CUDA_SUCCESS;
   for (Failure& failure : failures_) {
-    if (!matches(failure.call, call)) continue;
+    if (!matches(failure.call, call.name)) continue;
     if (failure.skip != 0) {
       --failure.skip;
     } else if (failure.refuse != 0) {
@@ -95,13 +97,8 @@ CUresult CallControl::enter(const std::string& call) {
   return answer;
 }
 
-std::chrono::duration<double, std::micro> CallControl::latency(const std::string& call) const {
-  const auto found = latencies_.find(call);
-  return std::chrono::duration<double, std::micro>(found == latencies_.end() ? 0 : found->second);
-}
-
-void CallControl::await(const std::string& call, std::unique_lock<std::mutex>& lock) const {
-  while (held_.contains(call)) {
+void CallControl::await(const Call& call, std::unique_lock<std::mutex>& lock) {
+  while (call.held) {
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::microseconds(200));
     lock.lock();
@@ -110,8 +107,8 @@ void CallControl::await(const std::string& call, std::unique_lock<std::mutex>& l
 
 std::uint64_t CallControl::count(const std::string& call) const {
   std::uint64_t sum = 0;
-  for (const auto& [name, count] : counts_) {
-    if (matches(call, name)) sum += count;
+  for (const auto& [name, entered] : calls_) {
+    if (matches(call, name)) sum += entered.count;
   }
   return sum;
 }

@@ -5,10 +5,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <mutex>
-#include <set>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "cuda_abi.h"
@@ -45,6 +45,13 @@ struct Settings {
 
 class CallControl {
  public:
+  struct Call {
+    std::string_view name;
+    std::uint64_t count = 0;
+    std::chrono::duration<double, std::micro> latency{};
+    bool held = false;
+  };
+
   static bool is_call(const std::string& name);
 
   void fail(const std::string& call, std::uint64_t skip, std::uint64_t refuse, CUresult code);
@@ -53,11 +60,13 @@ class CallControl {
   void set_latency(const std::string& call, double microseconds);
   void hold(const std::string& call, bool held);
 
+  // Found once an entry: names are compared, which is most of what a simulated call takes. The name
+  // is kept.
+  Call& find(std::string_view name) { return calls_.try_emplace(name, Call{name}).first->second; }
   // Counts a call; what it must answer without being made, or CUDA_SUCCESS.
-  CUresult enter(const std::string& call);
-  std::chrono::duration<double, std::micro> latency(const std::string& call) const;
+  CUresult enter(Call& call);
   // Returns once the call is not held, and lets go of the lock until then.
-  void await(const std::string& call, std::unique_lock<std::mutex>& lock) const;
+  static void await(const Call& call, std::unique_lock<std::mutex>& lock);
   std::uint64_t count(const std::string& call) const;
 
   void count_refusal() { ++refusals_; }
@@ -70,9 +79,7 @@ class CallControl {
     std::uint64_t skip, refuse;
     CUresult code;
   };
-  std::map<std::string, std::uint64_t> counts_;
-  std::map<std::string, double> latencies_;  // microseconds
-  std::set<std::string> held_;
+  std::unordered_map<std::string_view, Call> calls_;
   std::vector<Failure> failures_;
   std::uint64_t refusals_ = 0;
 };

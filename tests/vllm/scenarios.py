@@ -310,7 +310,8 @@ def schedule_ahead() -> dict[str, bool]:
 
 
 def fork_workers() -> None:
-    """Workers are forked, and need not import vLLM again. On CPUs vLLM spawns them: two_workers does."""
+    """Workers are forked, and need not import vLLM again. On CPUs vLLM spawns them, as in
+    engine_in_a_process_of_its_own."""
     configure(lambda config: os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="fork"))
 
 
@@ -425,6 +426,7 @@ def in_one_budget(**options):
 @scenario
 def two_workers():
     """Tensor parallel, in a small budget: preemption, and cached blocks that go."""
+    fork_workers()
     engine = Engine(blocks=SMALL, served=True, tensor_parallel_size=2)
     return engine, [engine.run(prompts(10, seed=seed), greedy(24)) for seed in (0, 1, 0)]
 
