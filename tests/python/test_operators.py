@@ -88,7 +88,7 @@ def variants(op: Any, want: Any) -> Any:
 def test_every_operator(pool_factory: Any, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     every, compared = operators(), 0
     # Formats the stack for each operator, in search of a TestCase.
-    monkeypatch.setattr("torch.testing._internal.common_utils.extract_test_fn", lambda: None)
+    monkeypatch.setattr("torch.testing._internal.opinfo.core.extract_test_fn", lambda: None)
     forks = Forks(pool_factory("simcuda", 20_000))
     warnings.simplefilter("ignore")
     for op in every[part::PARTS]:
