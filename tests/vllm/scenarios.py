@@ -7,6 +7,7 @@ go to FOLDER/MODE-NAME.json. A SETTING is a variable of the environment.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import logging
 import multiprocessing
@@ -32,13 +33,8 @@ os.environ |= {
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-import vllm.model_executor.layers.quantization.online.base  # noqa: E402
-import vllm.model_executor.models.llama  # noqa: E402
-import vllm.v1.worker.cpu_worker  # noqa: E402, F401 -- here, so that the child of a scenario need not
 from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
-
-gc.freeze()  # vLLM collects garbage three times as an engine starts: without what was imported
 
 ON_VTENSOR = sys.argv[1] == "vtensor"
 FOLDER = Path(sys.argv[2])
@@ -518,9 +514,19 @@ def killed_engine():
     return engine, engine.run(prompts(seed=1), greedy(64)), after | {"held": engine.most}
 
 
+def prepare_to_fork() -> None:
+    """Imports what an engine would: its child need not, and collects no garbage there. A spawned process has
+    the plug-in first, as in production."""
+    importlib.import_module("vllm.model_executor.layers.quantization.online.base")
+    importlib.import_module("vllm.model_executor.models.llama")
+    importlib.import_module("vllm.v1.worker.cpu_worker")
+    gc.freeze()
+
+
 def main() -> None:
     """Each scenario in a child of its own, which need not import vLLM again."""
     logging.setLogRecordFactory(note)
+    prepare_to_fork()
     failed = []
     for name in sys.argv[3:] or SCENARIOS:
         begun = time.monotonic()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import transformers
-from scenarios import FOLDER, MODELS, ON_VTENSOR, SIZES, SMALL, Engine, greedy, prompts
+from scenarios import FOLDER, MODELS, ON_VTENSOR, SIZES, SMALL, Engine, greedy, prepare_to_fork, prompts
 from vllm import TokensPrompt
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -349,6 +349,7 @@ def run(name: str) -> None:
 
 
 def main() -> None:
+    prepare_to_fork()
     for name in sys.argv[3:] or SCENARIOS:
         print(name, flush=True)
         child = processes.Process(target=run, args=(name,))
