@@ -286,6 +286,20 @@ def test_what_sleeps_refuses_its_work(pool, tmp_path):
     pool.close()
 
 
+def test_a_part_whose_whole_is_gone_refuses_its_work(pool):
+    whole = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    vtensor.adopt(whole, pool)
+    part = whole[0]
+    del whole
+    pool.sleep(contents="host")
+    with pytest.raises(vtensor.Asleep):
+        part(torch.ones(3))
+    pool.wake()
+    assert not part._forward_pre_hooks
+    del part
+    pool.close()
+
+
 class Remembers(torch.optim.Optimizer):
     """Its state of a parameter is one tensor, and no dict of them."""
 

@@ -34,7 +34,7 @@ class Adopted:
 
     def add(self, owner: Owner) -> None:
         if isinstance(owner, torch.nn.Module):
-            self._modules.add(owner)
+            self._modules.update(owner.modules())  # parts live on where the whole is dropped
         else:
             _optimizers.add(owner)
 
@@ -44,7 +44,7 @@ class Adopted:
 
     def refuse(self) -> None:
         """Has them raise Asleep if one of their tensors sleeps, until :meth:`let_go`."""
-        every = chain.from_iterable(module.modules() for module in members(self._modules))
+        every = dict.fromkeys(part for module in members(self._modules) for part in module.modules())
         # Scripted modules take no hooks.
         modules = [module for module in every if not isinstance(module, RecursiveScriptModule)]
         optimizers = members(_optimizers)
