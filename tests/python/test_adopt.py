@@ -324,6 +324,29 @@ def test_the_state_of_an_optimizer_need_not_be_a_dict(pool):
     pool.close()
 
 
+def test_state_in_lists_is_state_too(pool):
+    model = torch.nn.Linear(20, 20, bias=False)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(20)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    state = optimizer.state[model.weight]
+    nbytes = sum(t.nbytes for t in (*state["old_dirs"], *state["old_stps"]))
+    assert 0 < nbytes < vtensor.adopt(optimizer, pool, tag="optimizer")
+    pool.sleep(contents="host")
+    with pytest.raises(vtensor.Asleep):
+        optimizer.step(closure)
+    pool.wake()
+    optimizer.step(closure)
+    optimizer.state.clear(), state.clear()
+    pool.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_module_sleeps_and_wakes(pool):
     """It takes no hooks, so only a module that it is a part of refuses its work."""

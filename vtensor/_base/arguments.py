@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +83,17 @@ def has_memory(t: torch.Tensor) -> bool:
         return t.numel() == 0 or t.data_ptr() != 0
     except RuntimeError:
         return False
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
 
 
 def bytes_spanned(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> int:

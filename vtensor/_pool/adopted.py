@@ -15,6 +15,7 @@ from torch.jit._script import RecursiveScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from vtensor import _core
+from vtensor._base.arguments import tensors_in
 from vtensor._base.weak import members
 from vtensor.errors import Asleep
 
@@ -101,5 +102,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tor
     for i, p in enumerate(parameters_of(optimizer)):
         state = optimizer.state.get(p)
         for name, value in state.items() if isinstance(state, dict) else [("state", state)]:
-            if isinstance(value, torch.Tensor) and value.device == p.device:
-                yield f"{name} of parameter {i}", value
+            for t in tensors_in([value]):
+                if t.device == p.device:
+                    yield f"{name} of parameter {i}", t

@@ -8,13 +8,14 @@ state, so there each of the classes refuses torch's functions.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vtensor import _core
+from vtensor._base.arguments import tensors_in
 from vtensor.errors import Asleep, Closed
 from vtensor.tensor import VTensor
 
@@ -59,7 +60,7 @@ class AsleepVTensor(VTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _flat([args, kwargs or {}]):
+        for tensor in tensors_in([args, kwargs or {}]):
             if not isinstance(tensor, AsleepVTensor):
                 continue
             name = name_of(func)
@@ -121,7 +122,7 @@ class _UnshareBeforeWrite(TorchDispatchMode):
                 if not said and argument.name not in _WRITTEN_UNSAID:
                     continue
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
-                for written in _flat([value]):
+                for written in tensors_in([value]):
                     if written.layout is not torch.strided:
                         continue  # it has no storage
                     owner = self._shared.get(written.untyped_storage().data_ptr())
@@ -136,20 +137,9 @@ def _shared(values: Any) -> dict[int, CopyOnWriteVTensor]:
     """The tensors with shared pages in nested lists, tuples and dicts, by the address of their storage."""
     return {
         t.untyped_storage().data_ptr(): t
-        for t in _flat(values)
+        for t in tensors_in(values)
         if isinstance(t, CopyOnWriteVTensor) and t.length
     }
-
-
-def _flat(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        elif isinstance(value, dict):
-            yield from _flat(value.values())
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
