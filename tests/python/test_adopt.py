@@ -347,6 +347,25 @@ def test_state_in_lists_is_state_too(pool):
     pool.close()
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: an optimizer by its class alone."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+
+def test_a_wrapper_of_an_optimizer_is_refused_and_sleep_works_on(host):
+    optimizer = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), 0.1)
+    with pytest.raises(vtensor.InvalidArgument, match=r"a Wrapper, .*adopt the optimizer that it wraps"):
+        vtensor.adopt(Wrapper(optimizer), host)
+    vtensor.adopt(optimizer, host)
+    host.sleep(contents="host")
+    host.wake()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_module_sleeps_and_wakes(pool):
     """It takes no hooks, so only a module that it is a part of refuses its work."""

@@ -112,7 +112,7 @@ def adopt(
     Raises:
         InvalidArgument: a tensor without memory, in shared memory, sparse, nested, quantized, made in
             inference mode, lazily conjugated or negated, or of a class other than ``Parameter`` and
-            ``Tensor``.
+            ``Tensor``; or a wrapper of an optimizer, which has no hooks.
         Asleep: a tensor lies in memory that sleeps, or what the optimizer's step reads; or the memory of
             this tag sleeps.
         OutOfPages: the pool has no memory for all of it.
@@ -171,6 +171,11 @@ def _tensors_of(what: object) -> list[torch.Tensor]:
     """Each tensor once, after a check that it can be moved."""
     found: dict[int, torch.Tensor] = {}
     if isinstance(what, torch.optim.Optimizer):  # a sleep that has begun does not refuse its step
+        if not hasattr(what, "_optimizer_step_pre_hooks"):  # a wrapper that never called Optimizer's __init__
+            raise InvalidArgument(
+                f"[adopt] what is {type_text(type(what))}, which has no hooks to refuse a step while its "
+                "memory sleeps: adopt the optimizer that it wraps; nothing was moved"
+            )
         for t in (*parameters_of(what), *gradients_of(what)):
             raise_if_asleep("adopt", "a parameter of the optimizer, or its gradient,", t)
     for name, t in _named(what):
