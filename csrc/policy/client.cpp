@@ -128,14 +128,21 @@ bool Client::await_turn(PoolLock& lock, const Caller& caller) {
 }
 
 Client::Busy::Busy(Client& client, PoolLock& lock, const Caller& caller) : client_(client) {
+  if (client.busy_thread_ == std::this_thread::get_id()) {
+    throw Error("[", caller.operation, "] the ", client.noun_,
+                " is inside another operation of this thread (a signal handler or a finalizer ran "
+                "in it): call it later");
+  }
   client.await_turn(lock, caller);
   // The page that could not be put back may be one of its own.
   client.pool_->store().raise_if_broken();
   client.busy_ = true;
+  client.busy_thread_ = std::this_thread::get_id();
 }
 
 Client::Busy::~Busy() {
   client_.busy_ = false;
+  client_.busy_thread_ = {};
   client_.pool_->changed();
   client_.give_back_unused();
 }

@@ -11,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -75,7 +76,8 @@ class Client : public std::enable_shared_from_this<Client> {
   // -- for operations that change what is mapped
 
   // Marks the client busy for a scope: no other thread changes its mappings while the lock is
-  // released. Throws what await_turn throws, and DriverError on a broken pool.
+  // released. Throws what await_turn throws, DriverError on a broken pool, and Error inside a Busy
+  // of this thread.
   class Busy {
    public:
     Busy(Client& client, PoolLock& lock, const Caller& caller) VT_LOCKED;
@@ -239,6 +241,8 @@ class Client : public std::enable_shared_from_this<Client> {
   bool reserved_ VT_GUARDED = false;  // the range is not freed yet
   bool is_tensor_ VT_GUARDED = true;  // counted as one while it has an owner
   bool busy_ VT_GUARDED = false;      // a thread makes driver calls for it without the lock
+  // Of the Busy that there is.
+  std::thread::id busy_thread_ VT_GUARDED;
   // Callers that wait until the client is not busy; the mapper lets them go first.
   std::size_t waiting_ VT_GUARDED = 0;
   // Fences that the next stream to use ready or cached pages waits for.

@@ -268,6 +268,9 @@ def test_a_signal_handler_may_ask_while_memory_falls_asleep(scene, monkeypatch):
         assert scene.pool.sleep(contents="discard") == 0  # all of it sleeps, or is on its way
         if doing == "Pool.sleep":
             scene.pool.wake()  # nothing of it sleeps yet
+        else:
+            with pytest.raises(vtensor.VTensorError, match="inside another operation of this thread"):
+                scene.pool.wake()
         own(copy, doing)
 
     monkeypatch.setattr("vtensor._pool.sleep._copy", copy_and_ask)
