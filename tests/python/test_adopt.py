@@ -408,6 +408,20 @@ def test_what_is_being_copied_falls_asleep_only_after(pool, pool_factory, kind, 
     other.close(), pool.close()
 
 
+def test_memory_that_changes_while_it_is_copied_is_not_adopted(pool, monkeypatch):
+    model = torch.nn.Linear(20, 20)
+
+    def copy_and_move(new, storage, copy=vtensor._torch.memory._copy):
+        yield from copy(new, storage)
+        model.weight.data = torch.ones(20, 20)  # as another thread may
+
+    monkeypatch.setattr("vtensor._torch.memory._copy", copy_and_move)
+    with pytest.raises(vtensor.VTensorError, match=r"while it was being copied.*nothing was moved"):
+        vtensor.adopt(model, pool)
+    assert model.weight.eq(1).all() and pool.stats().nbytes_by_tag == {"weights": 0}
+    pool.close()
+
+
 def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind, monkeypatch):
     """By its address: whichever pool has it, and whatever looks at it."""
     other = pool_factory(kind, 64)

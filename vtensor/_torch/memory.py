@@ -142,7 +142,13 @@ def _move(tensors: list[torch.Tensor], heap: Heap, device: torch.device, owner: 
         for t in tensors:
             raise_if_asleep("adopt", "a tensor that is being copied", t)  # since it was checked
         old = [t.data for t in tensors]
-        new_data = [_over(moved[_key(t)], t) for t in tensors]
+        try:
+            new_data = [_over(moved[_key(t)], t) for t in old]
+        except KeyError:
+            raise VTensorError(
+                "[adopt] a tensor got other memory while it was being copied, from another thread, a signal "
+                "handler or a finalizer: nothing was moved, so call it again"
+            ) from None
         leaves = (t for t in tensors if t.is_leaf)  # torch warns of the gradients of others
         grads = [t.grad for t in leaves if t.grad is not None and t.grad.device != device]
         old += [grad.data for grad in grads]
