@@ -6,6 +6,7 @@ from threading import Thread
 
 import pytest
 import torch
+from torch.utils.hooks import RemovableHandle
 
 import vtensor
 from vtensor import testing
@@ -379,6 +380,26 @@ def test_a_scripted_module_sleeps_and_wakes(pool):
     pool.wake()
     assert torch.equal(whole(torch.ones(3)), before)
     del whole, scripted
+    pool.close()
+
+
+def test_what_a_signal_handler_puts_to_sleep_while_it_wakes_refuses_its_work(pool, monkeypatch):
+    model = torch.nn.Linear(3, 3)
+    vtensor.adopt(model, pool)
+    pool.sleep(contents="host")
+
+    def remove_and_sleep(hook, remove=RemovableHandle.remove):
+        remove(hook)
+        monkeypatch.undo()
+        pool.sleep(contents="host"), pool.wake(), pool.sleep(contents="host")
+
+    monkeypatch.setattr(RemovableHandle, "remove", remove_and_sleep)
+    pool.wake()
+    with pytest.raises(vtensor.Asleep):
+        model(torch.ones(3))
+    pool.wake()
+    assert not model._forward_pre_hooks and not model._state_dict_pre_hooks
+    del model
     pool.close()
 
 

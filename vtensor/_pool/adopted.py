@@ -31,7 +31,7 @@ class Adopted:
 
     def __init__(self) -> None:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: set[RemovableHandle] = set()
 
     def add(self, owner: Owner) -> None:
         if isinstance(owner, torch.nn.Module):
@@ -56,13 +56,14 @@ class Adopted:
         for owner in owners:
             registers += owner.register_state_dict_pre_hook, owner.register_load_state_dict_pre_hook
         # No bytecode of ours comes between a hook and the record of it (I17).
-        self._hooks.extend(map(operator.call, steps, repeat(_refuse_step)))
-        self._hooks.extend(map(operator.call, registers, repeat(_refuse)))
+        self._hooks.update(map(operator.call, steps, repeat(_refuse_step)))
+        self._hooks.update(map(operator.call, registers, repeat(_refuse)))
 
     def let_go(self) -> None:
-        while self._hooks:
-            self._hooks[-1].remove()
-            self._hooks.pop()
+        gone = self._hooks.copy()  # not those of a sleep that a signal handler begins meanwhile
+        for hook in gone:
+            hook.remove()
+        self._hooks -= gone
 
 
 def _refuse(owner: Owner, *arguments: object) -> None:
