@@ -13,9 +13,15 @@ namespace vtensor::bind {
 
 namespace {
 
+// Found once and kept for ever: finalizers call this module when the interpreter imports no more.
+nb::object error_class(const char* name) {
+  static const nb::handle classes =
+      nb::module_::import_("vtensor.errors").attr("__dict__").attr("copy")().release();
+  return classes[name];
+}
+
 void raise(const char* name, const char* message) {
-  nb::object type = nb::module_::import_("vtensor.errors").attr(name);
-  PyErr_SetString(type.ptr(), message);
+  PyErr_SetString(error_class(name).ptr(), message);
 }
 
 void set_error(const std::exception_ptr& thrown) {
@@ -24,7 +30,7 @@ void set_error(const std::exception_ptr& thrown) {
   } catch (const DeviceOutOfMemory& error) {
     raise("OutOfPages", error.what());
   } catch (const DriverError& error) {
-    nb::object type = nb::module_::import_("vtensor.errors").attr("DriverError");
+    nb::object type = error_class("DriverError");
     nb::object instance = type(error.what(), error.call, error.code, error.name);
     PyErr_SetObject(type.ptr(), instance.ptr());
   } catch (const OutOfPages& error) {
@@ -70,6 +76,7 @@ NB_MODULE(_core, module) {
   module.doc() = "The C++ half of vtensor; use the classes of the package `vtensor` instead.";
   // Tensors that live until the interpreter exits do not leak: the pool's exit handler closes them.
   nanobind::set_leak_warnings(false);
+  bind::error_class("VTensorError");
   nanobind::register_exception_translator(bind::translate, nullptr);
   bind::bind_pool(module);
   bind::bind_tensor(module);

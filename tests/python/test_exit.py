@@ -187,7 +187,8 @@ def test_exit_gives_everything_back_to_the_driver():
 
 
 def test_a_process_of_its_own_exits_clean():
-    """Not through the snippet server: a plain interpreter, live names, no word on stderr."""
+    """Not through the snippet server: a plain interpreter, live names, a finalizer that is refused when
+    nothing can be imported any more, no word on stderr."""
     code = (
         "import vtensor\n"
         "t = vtensor.zeros(3, 4, grow_dim=0, capacity=100)\n"
@@ -196,5 +197,13 @@ def test_a_process_of_its_own_exits_clean():
         "f[0] = 1\n"
         "p = vtensor.Pool('cpu', budget=1 << 20)\n"
         "u = vtensor.empty(2, 0, 5, grow_dim=1, capacity=9, pool=p)\n"
+        "class Owner:\n"
+        "    tensor, closed = u, vtensor.Closed\n"
+        "    def __del__(self):\n"
+        "        try:\n"
+        "            self.tensor.extend(1)\n"
+        "        except self.closed:\n"
+        "            pass\n"
+        "owner = Owner()\n"
     )
     assert run_process(sys.executable, "-c", code, cwd=HERE, timeout=60) == Finished(0, "", "")
