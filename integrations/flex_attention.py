@@ -1,10 +1,8 @@
-"""FlexAttention over a cache that grows: two compiles with growing views, one with a full extent.
+"""FlexAttention over a cache that grows: few compiles, for growing views and for full extents.
 
-Growing views: ``flex_attention(q, k, v)`` with VTensors passes views of the exact length to one compiled
-function. It compiles for the first length, and at the second length for all others. Full extent: with
-``FullExtent(k)``, ``FullExtent(v)`` and the ``block_mask`` of a :class:`CacheMask`, no shape ever changes.
-The mask's counts change in place, rows have lengths of their own, and one compile lasts for the life of the
-cache.
+``flex_attention(q, k, v)`` with VTensors passes views of the exact length. It compiles for the first length,
+and at the second for all others. With ``FullExtent(k)``, ``FullExtent(v)`` and a :class:`CacheMask`, only the
+number of queries changes a shape: the mask's counts change in place, and rows have lengths of their own.
 
 FlexAttention reads the tiles of 128 rows that its mask lists. It reads them whole, and multiplies what the
 mask hides by zero. So whole tiles are mapped, and hold zeros after the last position.
@@ -90,17 +88,23 @@ def flex_attention(
         keys, values, cache = take(_OPERATION, *given, True, None, 0, None, None if block_mask is None else 0)
     if isinstance(key, FullExtent) and isinstance(value, FullExtent):
         keys, values = (covered(t, _POSITIONS) for t in (key, value))
-    compiled = _compiled(dynamic=False if fixed else None)
+    if not is_dynamo_compiling():
+        query, keys, values = (_of_any_length(t[...]) for t in (query, keys, values))
     with leased(_OPERATION, query, *given, cache=cache, tile=_TILE):
-        return compiled(query, keys, values, score_mod, block_mask, scale, enable_gqa, **options)
+        return _compiled()(query, keys, values, score_mod, block_mask, scale, enable_gqa, **options)
 
 
 @cache
-def _compiled(dynamic: bool | None) -> Callable[..., Any]:
-    # dynamic=None: the second length compiles for all lengths and leaves the other sizes fixed. If all sizes
-    # are dynamic, the C++ that torch 2.13 generates for CPUs does not compile. fullgraph=True: past dynamo's
-    # recompile limit it raises instead of running eager FlexAttention, which would read the whole extent.
-    return torch.compile(torch_flex.flex_attention, dynamic=dynamic, fullgraph=True)
+def _compiled() -> Callable[..., Any]:
+    # Without fullgraph, eager FlexAttention would read the whole extent past dynamo's recompile limit.
+    return torch.compile(torch_flex.flex_attention, fullgraph=True)
+
+
+def _of_any_length(t: torch.Tensor) -> torch.Tensor:
+    """Has the second length compile for all lengths, and each other size by itself: if more sizes vary, the
+    C++ that torch 2.13 generates for CPUs does not compile."""
+    torch._dynamo.mark_static(t, [d for d in range(t.ndim) if d != _POSITIONS])
+    return t
 
 
 class CacheMask:
@@ -142,19 +146,17 @@ class CacheMask:
                 f"[CacheMask] batch={batch}, queries={queries}, capacity={capacity}: each must be at least "
                 "1, and queries fit the capacity"
             )
-        self.queries = queries
-        self.capacity = capacity
-        self._mod = mask_mod
+        self.queries, self.capacity, self._mod = queries, capacity, mask_mod
         with torch.inference_mode(False):  # updates outside that mode could not change its tensors
             self.lengths = torch.full((batch,), queries, dtype=torch.int32, device=device)
             self._starts = torch.zeros_like(self.lengths)
             self._numbers = torch.arange(-(-capacity // _TILE), dtype=torch.int32, device=device)
-            per_row = (batch, 1, -(-queries // _TILE))
-            self._counts = torch.zeros(per_row, dtype=torch.int32, device=device)
-            self._indices = self._numbers.expand(*per_row, -1).contiguous()
+            self._counts = torch.zeros(batch, 1, -(-queries // _TILE), dtype=torch.int32, device=device)
+            self._indices = self._numbers.expand(*self._counts.shape, -1).contiguous()
             # All tiles are listed as partial, none as full. The CPU's code needs the empty list all the same.
-            self._no_counts = torch.zeros_like(self._counts)
-            self._no_indices = torch.zeros_like(self._indices)
+            self._no_counts, self._no_indices = map(torch.zeros_like, (self._counts, self._indices))
+            for t in filter(torch.is_tensor, vars(self).values()):
+                _of_any_length(t)
             self.block_mask = self._block_mask(capacity)
         self.update(queries)
 
@@ -230,9 +232,7 @@ class CacheMask:
         """Translates ``score_mod(score, b, h, q, kv)`` over absolute positions for this mask's queries."""
         lengths, queries = self.lengths, self.queries
 
-        def at_positions(
-            score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
-        ) -> torch.Tensor:
+        def at_positions(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
             return score_mod(score, b, h, q + lengths[b] - queries, kv)
 
         return at_positions

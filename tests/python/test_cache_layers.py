@@ -148,7 +148,7 @@ def test_flex_attention_over_whole_layers(make):
                 whole[slot, :, :n] = t[slot, :, :n]
         mask = flex.CacheMask(None, SLOTS, 1, MOST)
         torch._dynamo.reset()
-        compiled = flex._compiled(dynamic=None)
+        compiled = flex._compiled()
         lengths = cache.lengths
         for step in range(3):
             lengths = [n + 20 for n in lengths]

@@ -144,7 +144,7 @@ def test_masks_and_score_mods_give_what_they_give_over_plain_tensors(strict, mas
     mod = None if score_mod is None else mask.score_mod(score_mod)
     out = flex_attention(q, *full, mod, mask, enable_gqa=True)
     assert (out - exact(q, k, v, [150, 97], mask_mod, score_mod)).abs().max() < 1e-5
-    compiled = integration._compiled(dynamic=False)
+    compiled = integration._compiled()
     assert torch.equal(compiled(q, *plain, mod, mask.block_mask, None, True), out)
     # The kernel does read the whole tile: NaN there would show.
     plain[1][:, :, 150:256] = float("nan")
@@ -163,6 +163,21 @@ def test_a_prompt_by_torchs_own_mask(strict):
     direct = torch.compile(torch_flex.flex_attention)
     assert torch.equal(direct(q, k[...], v[...], block_mask=block_mask, enable_gqa=True), out)
     assert (out - exact(q, k, v, [130] * ROWS)).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.seconds(200)
+def test_prompts_of_any_length_in_batches_of_any_size(strict):
+    """Of more lengths than dynamo compiles one by one, after other batches."""
+    torch._dynamo.reset()
+    before = graphs()
+    for rows, queries in [(1, 1), (2, 1), *((3, n) for n in range(2, 12))]:
+        k, v = caches(strict, rows, length=150, heads_first=True)
+        mask = CacheMask(None, rows, queries, CAPACITY).update(150)
+        q = noise(rows, HEADS * GROUPS, queries, SIZE)
+        out = flex_attention(q, FullExtent(k), FullExtent(v), block_mask=mask, enable_gqa=True)
+        assert (out - exact(q, k, v, [150] * rows)).abs().max() < 1e-5
+    assert graphs() - before == 3
 
 
 @pytest.mark.seconds(200)
