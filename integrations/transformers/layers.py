@@ -176,15 +176,14 @@ class VTensorLayer(DynamicLayer):
         Raises:
             CapacityExceeded: if there would be more than ``max_len`` tokens. See ``activate_past_recording``.
             OutOfPages: if the pool has too few free pages.
-            InvalidArgument: if the states do not fit those before.
+            InvalidArgument: if the states do not fit those before, or require grad outside ``no_grad``.
 
         After an error the layer is as before (I8).
         """
         new = key_states.shape[-2]
         compiling = torch.compiler.is_compiling()
         if new and self.prepared == new and self._views is not None:
-            # The preparation may be for another batch or dtype.
-            if compiling or self._takes(key_states, value_states):
+            if compiling or self._takes(key_states, value_states):  # else it is for another batch or dtype
                 return self._fill(key_states, value_states)
         if compiling:
             return _update_outside_the_graph(self, key_states, value_states)  # type: ignore[no-any-return]
@@ -202,9 +201,7 @@ class VTensorLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         self._before_growth(new)
         assert self.owners is not None
-        before = self.owners
-        length = before[0].length
-        owners = [*before]
+        before, owners, length = self.owners, [*self.owners], self.owners[0].length
         try:
             for which, states in enumerate((key_states, value_states)):
                 owner = owners[which]
@@ -280,6 +277,10 @@ class VTensorLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes into the prepared positions. torch.compile traces this function."""
         assert self._views is not None
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise InvalidArgument(
+                "[VTensorCache.update] the states require grad, K and V keep no graph: work under no_grad()"
+            )
         keys, values = self._views
         for view, states in ((keys, key_states), (values, value_states)):
             room = view[..., -self.prepared :, :]
@@ -409,8 +410,7 @@ class VTensorLayer(DynamicLayer):
         self.settle()
         if self.owners is None:
             return
-        kept = choice(self.owners[0].shape[0])
-        if kept:
+        if kept := choice(self.owners[0].shape[0]):
             change.reindex(self.owners, kept)
         else:
             change.assign(self, self._released())

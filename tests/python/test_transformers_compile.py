@@ -176,6 +176,20 @@ def test_states_that_do_not_fit_what_was_prepared_are_refused(llama, pages, monk
     assert_same_content(ours, theirs)
 
 
+def test_a_prepared_step_keeps_no_graph(llama, pages):
+    """Gradients would pass by the tokens of steps before, without a word."""
+    ours, theirs = filled(llama.config, pages, length=60)
+    k, v = states(2, 1)
+    for given in (k.clone().requires_grad_(), v), (k, v.clone().requires_grad_()):
+        ours.prepare(1)
+        with pytest.raises(vtensor.InvalidArgument, match="no_grad"):
+            ours.update(*given, 0)
+        assert_same_content(ours, theirs)
+    with torch.no_grad():
+        ours.prepare(1)
+        assert ours.update(*given, 0)[1].shape[-2] == 61
+
+
 # ---------------------------------------------------------------------- pytorch issue 193932
 
 
