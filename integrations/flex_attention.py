@@ -101,9 +101,9 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _of_any_length(t: torch.Tensor) -> torch.Tensor:
-    """Has the second length compile for all lengths, and each other size by itself: if more sizes vary, the
-    C++ that torch 2.13 generates for CPUs does not compile."""
-    torch._dynamo.mark_static(t, [d for d in range(t.ndim) if d != _POSITIONS])
+    """On CPUs, has the second length compile for all lengths, and each other size by itself: if more sizes
+    vary, the C++ that torch 2.13 generates does not compile. Elsewhere torch decides."""
+    torch._dynamo.mark_static(t, [d for d in range(t.ndim if t.is_cpu else 0) if d != _POSITIONS])
     return t
 
 
