@@ -510,7 +510,8 @@ class KVCache(Closes, Drawn):
         head_dim]`` in the "HND" layout; V is None in a cache without V.
 
         They are plain tensors, always the same, over partly mapped memory. Tokens past a slot's length read
-        as zeros on the CPU and fault on CUDA. A write there faults: :func:`~vtensor.explain_faults` says why.
+        as zeros or as what was written there before; where nothing is mapped, a read faults on CUDA. A write
+        there faults: :func:`~vtensor.explain_faults` says why.
         """
         _core.refuse_in_forked_child("KVCache")
         if self._core.closed:
