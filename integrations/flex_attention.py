@@ -149,14 +149,13 @@ class CacheMask:
         self.queries, self.capacity, self._mod = queries, capacity, mask_mod
         with torch.inference_mode(False):  # updates outside that mode could not change its tensors
             self.lengths = torch.full((batch,), queries, dtype=torch.int32, device=device)
-            self._starts = torch.zeros_like(self.lengths)
+            self._starts, self._first = map(torch.zeros_like, (self.lengths, self.lengths))  # _first query
             self._numbers = torch.arange(-(-capacity // _TILE), dtype=torch.int32, device=device)
             self._counts = torch.zeros(batch, 1, -(-queries // _TILE), dtype=torch.int32, device=device)
             self._indices = self._numbers.expand(*self._counts.shape, -1).contiguous()
             # All tiles are listed as partial, none as full. The CPU's code needs the empty list all the same.
             self._no_counts, self._no_indices = map(torch.zeros_like, (self._counts, self._indices))
-            for t in filter(torch.is_tensor, vars(self).values()):
-                _of_any_length(t)
+            list(map(_of_any_length, filter(torch.is_tensor, vars(self).values())))
             self.block_mask = self._block_mask(capacity)
         self.update(queries)
 
@@ -195,6 +194,7 @@ class CacheMask:
         self.longest: int | None = None if known is None else max(known)
         self.lengths.copy_(new)
         self._starts.copy_(begin)
+        self._first.copy_(new - self.queries)
         # Clamped, because numbers that only the device knows are not checked.
         tiles = len(self._numbers)
         first = self._starts.clamp(min=0) // _TILE
@@ -230,18 +230,18 @@ class CacheMask:
 
     def score_mod(self, score_mod: ScoreMod) -> ScoreMod:
         """Translates ``score_mod(score, b, h, q, kv)`` over absolute positions for this mask's queries."""
-        lengths, queries = self.lengths, self.queries
+        first = self._first
 
         def at_positions(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
-            return score_mod(score, b, h, q + lengths[b] - queries, kv)
+            return score_mod(score, b, h, q + first[b], kv)
 
         return at_positions
 
     def _block_mask(self, length: int) -> BlockMask:
-        lengths, starts, queries, mod = self.lengths, self._starts, self.queries, self._mod
+        lengths, starts, first, mod = self.lengths, self._starts, self._first, self._mod
 
         def at_positions(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            position = q + lengths[b] - queries
+            position = q + first[b]
             seen = kv <= position if mod is None else mod(b, h, position, kv)
             return seen & (kv < lengths[b]) & (kv >= starts[b])
 

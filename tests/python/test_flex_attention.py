@@ -175,8 +175,8 @@ def test_prompts_of_any_length_in_batches_of_any_size(strict):
         k, v = caches(strict, rows, length=150, heads_first=True)
         mask = CacheMask(None, rows, queries, CAPACITY).update(150)
         q = noise(rows, HEADS * GROUPS, queries, SIZE)
-        out = flex_attention(q, FullExtent(k), FullExtent(v), block_mask=mask, enable_gqa=True)
-        assert (out - exact(q, k, v, [150] * rows)).abs().max() < 1e-5
+        out = flex_attention(q, FullExtent(k), FullExtent(v), mask.score_mod(alibi), mask, enable_gqa=True)
+        assert (out - exact(q, k, v, [150] * rows, score_mod=alibi)).abs().max() < 1e-5
     assert graphs() - before == 3
 
 
