@@ -146,16 +146,20 @@ class CacheMask:
                 f"[CacheMask] batch={batch}, queries={queries}, capacity={capacity}: each must be at least "
                 "1, and queries fit the capacity"
             )
-        self.queries, self.capacity, self._mod = queries, capacity, mask_mod
+        self.queries = queries
+        self.capacity = capacity
+        self._mod = mask_mod
         with torch.inference_mode(False):  # updates outside that mode could not change its tensors
             self.lengths = torch.full((batch,), queries, dtype=torch.int32, device=device)
-            self._starts, self._first = map(torch.zeros_like, (self.lengths, self.lengths))  # _first query
+            self._starts = torch.zeros_like(self.lengths)
+            self._first = torch.zeros_like(self.lengths)  # the position of the first query
             self._numbers = torch.arange(-(-capacity // _TILE), dtype=torch.int32, device=device)
             self._counts = torch.zeros(batch, 1, -(-queries // _TILE), dtype=torch.int32, device=device)
             self._indices = self._numbers.expand(*self._counts.shape, -1).contiguous()
             # All tiles are listed as partial, none as full. The CPU's code needs the empty list all the same.
             self._no_counts, self._no_indices = map(torch.zeros_like, (self._counts, self._indices))
-            list(map(_of_any_length, filter(torch.is_tensor, vars(self).values())))
+            for t in filter(torch.is_tensor, vars(self).values()):
+                _of_any_length(t)
             self.block_mask = self._block_mask(capacity)
         self.update(queries)
 
@@ -231,11 +235,7 @@ class CacheMask:
     def score_mod(self, score_mod: ScoreMod) -> ScoreMod:
         """Translates ``score_mod(score, b, h, q, kv)`` over absolute positions for this mask's queries."""
         first = self._first
-
-        def at_positions(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
-            return score_mod(score, b, h, q + first[b], kv)
-
-        return at_positions
+        return lambda score, b, h, q, kv: score_mod(score, b, h, q + first[b], kv)
 
     def _block_mask(self, length: int) -> BlockMask:
         lengths, starts, first, mod = self.lengths, self._starts, self._first, self._mod
