@@ -5,6 +5,7 @@
 
 #include <limits>
 #include <optional>
+#include <thread>
 
 #include "cpp/slot_cache_bench.h"
 
@@ -188,10 +189,11 @@ TEST_CASE_TEMPLATE("a slot whose rows cannot all be had stays as it was (I8)", T
   REQUIRE(cached != 0);
   Buffer& second = bench.cache->buffers().at(slot, 1);
   std::optional<Client::Busy> busy;
-  {
+  std::thread other([&] {  // as one that makes driver calls for it
     PoolLock lock(bench.pool);
-    busy.emplace(second, lock, kCaller);  // as a thread that makes driver calls for it
-  }
+    busy.emplace(second, lock, kCaller);
+  });
+  other.join();
   CHECK_THROWS_AS(bench.alloc(12), TimedOut);
   {
     const PoolLock lock(bench.pool);
