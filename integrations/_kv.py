@@ -41,7 +41,7 @@ def leased(
 
     A cache and a Reader record the stream instead: pages that they give up later wait for it. A cache must
     map the ``tile`` rows that the kernel reads at once. On a CPU there is no lease, because the kernel has
-    ended when it returns, and its arguments keep their pages until then. Kernels there read no tiles.
+    ended when it returns, and its arguments keep their pages until then. Unmapped rows are zeros there.
     """
     if query.is_cpu:
         return _NOTHING

@@ -5,7 +5,7 @@ and at the second for all others. With ``FullExtent(k)``, ``FullExtent(v)`` and 
 number of queries changes a shape: the mask's counts change in place, and rows have lengths of their own.
 
 FlexAttention reads the tiles of 128 rows that its mask lists. It reads them whole, and multiplies what the
-mask hides by zero. So whole tiles are mapped, and hold zeros after the last position.
+mask hides by zero. So whole tiles are mapped, and a VTensor's hold zeros after the last position.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def flex_attention(
         keys, values, cache = take(_OPERATION, *given, True, None, 0, None, None if block_mask is None else 0)
     if isinstance(key, FullExtent) and isinstance(value, FullExtent):
         keys, values = (covered(t, _POSITIONS) for t in (key, value))
-    if not is_dynamo_compiling():
+    if query.is_cpu and not is_dynamo_compiling():
         query, keys, values = (_of_any_length(t[...]) for t in (query, keys, values))
     with leased(_OPERATION, query, *given, cache=cache, tile=_TILE):
         return _compiled()(query, keys, values, score_mod, block_mask, scale, enable_gqa, **options)
@@ -101,9 +101,9 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _of_any_length(t: torch.Tensor) -> torch.Tensor:
-    """On CPUs, has the second length compile for all lengths, and each other size by itself: if more sizes
-    vary, the C++ that torch 2.13 generates does not compile. Elsewhere torch decides."""
-    torch._dynamo.mark_static(t, [d for d in range(t.ndim if t.is_cpu else 0) if d != _POSITIONS])
+    """Has the second length compile for all lengths, and each other size by itself. For CPUs: if more sizes
+    vary, the C++ that torch 2.13 generates does not compile."""
+    torch._dynamo.mark_static(t, [d for d in range(t.ndim) if d != _POSITIONS])
     return t
 
 
@@ -152,13 +152,13 @@ class CacheMask:
         with torch.inference_mode(False):  # updates outside that mode could not change its tensors
             self.lengths = torch.full((batch,), queries, dtype=torch.int32, device=device)
             self._starts = torch.zeros_like(self.lengths)
-            self._first = torch.zeros_like(self.lengths)  # the position of the first query
+            self._first = torch.zeros_like(self.lengths)  # query; in a mod an int is one more size
             self._numbers = torch.arange(-(-capacity // _TILE), dtype=torch.int32, device=device)
             self._counts = torch.zeros(batch, 1, -(-queries // _TILE), dtype=torch.int32, device=device)
             self._indices = self._numbers.expand(*self._counts.shape, -1).contiguous()
             # All tiles are listed as partial, none as full. The CPU's code needs the empty list all the same.
             self._no_counts, self._no_indices = map(torch.zeros_like, (self._counts, self._indices))
-            for t in filter(torch.is_tensor, vars(self).values()):
+            for t in [t for t in vars(self).values() if torch.is_tensor(t) and t.is_cpu]:
                 _of_any_length(t)
             self.block_mask = self._block_mask(capacity)
         self.update(queries)
@@ -198,7 +198,7 @@ class CacheMask:
         self.longest: int | None = None if known is None else max(known)
         self.lengths.copy_(new)
         self._starts.copy_(begin)
-        self._first.copy_(new - self.queries)
+        self._first.copy_(self.lengths - self.queries)
         # Clamped, because numbers that only the device knows are not checked.
         tiles = len(self._numbers)
         first = self._starts.clamp(min=0) // _TILE

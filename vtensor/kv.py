@@ -59,9 +59,9 @@ class KVCache(Closes, Drawn):
             A call without ``bands=`` treats them as one.
         lookahead: tokens past each length for which the pool's mapper keeps pages ready, so that :meth:`step`
             makes no driver call; a few steps' worth.
-        tile: the most tokens that kernels read in one go: ``tile - 1`` past each length are mapped too, and
-            finite. 256 on CUDA (FlashAttention 3 and 4 read up to 224), 1 on the CPU, where unmapped tokens
-            read as zeros.
+        tile: the most tokens that kernels read in one go: ``tile - 1`` past each length are mapped too. They
+            hold zeros or what was written there before. 256 on CUDA (FlashAttention 3 and 4 read up to 224),
+            1 on the CPU, where unmapped tokens read as zeros.
         pool: the pool of the pages; the device's default pool unless given.
         tag: the name by which :meth:`Pool.sleep` puts it to sleep.
 

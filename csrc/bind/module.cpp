@@ -13,7 +13,8 @@ namespace vtensor::bind {
 
 namespace {
 
-// Found once and kept for ever: finalizers call this module when the interpreter imports no more.
+// Looked up in a copy of the module's dict, made once and kept for ever: finalizers call this
+// module when the interpreter imports nothing more and has cleared its modules.
 nb::object error_class(const char* name) {
   static const nb::handle classes =
       nb::module_::import_("vtensor.errors").attr("__dict__").attr("copy")().release();
@@ -76,7 +77,7 @@ NB_MODULE(_core, module) {
   module.doc() = "The C++ half of vtensor; use the classes of the package `vtensor` instead.";
   // Tensors that live until the interpreter exits do not leak: the pool's exit handler closes them.
   nanobind::set_leak_warnings(false);
-  bind::error_class("VTensorError");
+  bind::error_class("VTensorError");  // makes that copy
   nanobind::register_exception_translator(bind::translate, nullptr);
   bind::bind_pool(module);
   bind::bind_tensor(module);

@@ -182,8 +182,10 @@ class VTensorLayer(DynamicLayer):
         """
         new = key_states.shape[-2]
         compiling = torch.compiler.is_compiling()
-        if new and self.prepared == new and self._views is not None:
-            if compiling or self._takes(key_states, value_states):  # else it is for another batch or dtype
+        keeps_graph = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if new and self.prepared == new and self._views is not None and not keeps_graph:
+            # The preparation may be for another batch or dtype.
+            if compiling or self._takes(key_states, value_states):
                 return self._fill(key_states, value_states)
         if compiling:
             return _update_outside_the_graph(self, key_states, value_states)  # type: ignore[no-any-return]
@@ -201,7 +203,9 @@ class VTensorLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         self._before_growth(new)
         assert self.owners is not None
-        before, owners, length = self.owners, [*self.owners], self.owners[0].length
+        before = self.owners
+        length = before[0].length
+        owners = [*before]
         try:
             for which, states in enumerate((key_states, value_states)):
                 owner = owners[which]
@@ -277,10 +281,6 @@ class VTensorLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes into the prepared positions. torch.compile traces this function."""
         assert self._views is not None
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise InvalidArgument(
-                "[VTensorCache.update] the states require grad, K and V keep no graph: work under no_grad()"
-            )
         keys, values = self._views
         for view, states in ((keys, key_states), (values, value_states)):
             room = view[..., -self.prepared :, :]

@@ -60,8 +60,8 @@ class CallControl {
   void set_latency(const std::string& call, double microseconds);
   void hold(const std::string& call, bool held);
 
-  // Found once an entry: names are compared, which is most of what a simulated call takes. The name
-  // is kept.
+  // An entry point calls it once, because comparing names takes most of a simulated call's time.
+  // Keeps the view of the name.
   Call& find(std::string_view name) { return calls_.try_emplace(name, Call{name}).first->second; }
   // Counts a call; what it must answer without being made, or CUDA_SUCCESS.
   CUresult enter(Call& call);

@@ -515,8 +515,8 @@ def killed_engine():
 
 
 def prepare_to_fork() -> None:
-    """Imports what an engine would: its child need not, and collects no garbage there. A spawned process has
-    the plug-in first, as in production."""
+    """Imports what engines import, so that forked ones need not, and keeps it out of their garbage
+    collections. A spawned engine has the plug-in first, as in production."""
     importlib.import_module("vllm.model_executor.layers.quantization.online.base")
     importlib.import_module("vllm.model_executor.models.llama")
     importlib.import_module("vllm.v1.worker.cpu_worker")
