@@ -123,7 +123,6 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
                              std::span<const std::uint64_t> since, bool in_capture) {
   const std::vector<Interval> pages = pages_of(intervals);
   PoolLock lock(pool_);
-  pool_->drain_ended();
   have_uses(pages);
   begin_use(pages);  // first, so that making room evicts none of them
   const Counted mapping(mapping_);
@@ -323,7 +322,6 @@ void Arena::prepare(std::span<const Interval> intervals) {
 std::size_t Arena::trim(const Caller& caller, std::span<const Interval> intervals) {
   pool_->store().raise_if_broken();
   PoolLock lock(pool_);
-  pool_->drain_ended();
   if (awaiting_ == 0) give_up_ahead();
   await_turn(lock, caller);
   std::size_t pages = 0;
@@ -343,7 +341,6 @@ std::size_t Arena::trim(const Caller& caller, std::span<const Interval> interval
 std::vector<char> Arena::holds(std::span<const Interval> intervals,
                                std::span<const std::uint64_t> since) {
   PoolLock lock(pool_);
-  pool_->drain_ended();
   std::vector<char> held;
   held.reserve(intervals.size());
   for (std::size_t n = 0; n < intervals.size(); ++n) {

@@ -141,7 +141,6 @@ Address Heap::allocate(const Caller& caller, std::size_t bytes) {
         throw Asleep("[", caller.operation,
                      "] the pool's memory of this tag is asleep: call wake() of the pool first");
       }
-      pool_->drain_ended();
       region = best_fit(key, bytes);
       if (!region) continue;
       taken = region->spans.take(bytes);
@@ -202,7 +201,6 @@ void Heap::close() {
 HeapCounts Heap::counts() {
   HeapCounts counts;
   const PoolLock lock(pool_);
-  pool_->drain_ended();
   for (const auto& [base, region] : regions_) {
     region->count(counts.pages);
     counts.reserved += region->bytes();

@@ -138,7 +138,6 @@ std::size_t FreeSlots::take(const Caller& caller, const std::function<Choice()>&
     Choice choice;
     {
       PoolLock lock(pool);
-      pool->drain_ended();
       choice = choose();
       if (!choice) {
         pool->await(lock, caller.operation, "the work that used the pages of a freed slot",

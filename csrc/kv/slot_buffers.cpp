@@ -228,7 +228,6 @@ void SlotBuffers::close_to_readers() noexcept {
 void SlotBuffers::close() noexcept {
   {
     const PoolLock lock(pool_);
-    pool_->drain_ended();
     for (const Buffers& buffers : buffers_) {
       for (const std::shared_ptr<Buffer>& buffer : buffers) {
         if (buffer) buffer->keep_nothing();

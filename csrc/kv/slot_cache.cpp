@@ -80,7 +80,6 @@ std::vector<std::shared_ptr<Client>> SlotCache::clients() const {
 SlotCacheCounts SlotCache::counts() {
   SlotCacheCounts counts;
   const PoolLock lock(pool_);
-  pool_->drain_ended();
   std::unordered_set<const Page*> seen;
   for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) {
     buffer->count(counts.pages);
@@ -285,7 +284,6 @@ bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> leng
   list_growths(lengths, {});
   {
     const PoolLock lock(pool_);
-    pool_->drain_ended();
     if (are_ready()) return true;
   }
   if (!pool_->looks_ahead() || !make_room_ahead(lengths)) return false;
@@ -497,7 +495,6 @@ bool SlotCache::shares(const Write& write) const {
 void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t layer,
                             std::span<const Write> writes) {
   for (const Write& write : writes) require_kept(caller, group, layer, write);
-  swaps_.forget_ended();
   use(caller);
   for (const Write& write : writes) {
     const auto& [slot, positions] = write;

@@ -14,11 +14,9 @@ namespace vtensor {
 bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands,
                          bool alone) {
   lengths_->require_possible(caller, lengths, bands);
-  swaps_.forget_ended();
   PageStore& store = pool_->store();
   {
     PoolLock lock(pool_);
-    pool_->drain_ended();
     const std::size_t pages = need(lengths, bands).pages;
     if (!alone && pages <= std::min(store.unused(), store.beside_reserve())) return true;
   }

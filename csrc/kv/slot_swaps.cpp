@@ -356,7 +356,6 @@ FencePtr SlotSwaps::arrivals() {
 }
 
 void SlotSwaps::await_arrival(const Caller& caller, std::size_t slot) {
-  forget_ended();
   const auto patience = buffers_.pool()->options().patience;
   if (wait_for(driver_, last_arrival(slot), patience)) return;
   throw TimedOut(caller.operation, patience,
@@ -365,7 +364,6 @@ void SlotSwaps::await_arrival(const Caller& caller, std::size_t slot) {
 }
 
 void SlotSwaps::order_arrival(const Caller& caller, std::size_t slot) {
-  forget_ended();
   if (const FencePtr last = last_arrival(slot)) driver_.order(caller.stream, *last);
 }
 

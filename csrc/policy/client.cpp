@@ -56,7 +56,6 @@ void Client::open(const Caller& caller, std::unique_ptr<faults::Range> report, B
     base = driver_.reserve(pages, backed);
   }
   const PoolLock lock(pool_);
-  pool_->drain_ended();
   std::uint64_t id = 0;
   try {
     work_.note(caller);
@@ -487,7 +486,6 @@ bool Client::clean_some(PoolLock& lock, std::size_t pages) {
 
 std::vector<PageRecord> Client::pages() {
   PoolLock lock(pool_);
-  pool_->drain_ended();
   std::vector<PageRecord> records;
   const auto has_page = [](Entry entry) {
     return entry.page() != nullptr && entry.state() != EntryState::arriving;
@@ -525,7 +523,6 @@ std::vector<PageRecord> Client::pages() {
 
 PoolCounts Client::counts() {
   const PoolLock lock(pool_);
-  pool_->drain_ended();
   PoolCounts counts;
   count(counts);
   return counts;

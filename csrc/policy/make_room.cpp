@@ -319,7 +319,6 @@ void MakeRoom::answer(PoolLock& lock, std::uint32_t request) {
 bool MakeRoom::give_all_back(bool spare) noexcept {
   PoolLock lock(pool_.shared_from_this());
   if (pool_.store().broken()) return false;
-  pool_.drain_ended();
   bool any = !pool_.to_unmap().empty();
   while (spare ? give_up_spare(lock) : pool_.evict_oldest()) any = true;
   pool_.finish_unmapping(lock);

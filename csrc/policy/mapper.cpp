@@ -51,13 +51,6 @@ void Mapper::wake() noexcept {
   }
 }
 
-bool Mapper::begin() noexcept {
-  if (stopping_.load(std::memory_order_acquire)) return false;
-  own_word_.reset();
-  if (shared_word_) shared_word_().reset();
-  return !stopping_.load(std::memory_order_acquire);
-}
-
 void Mapper::sleep(Time until) noexcept {
   if (!shared_word_) {
     own_word_.sleep(until);
@@ -68,7 +61,6 @@ void Mapper::sleep(Time until) noexcept {
 
 void Mapper::stop() noexcept {
   if (!thread_) return;
-  stopping_.store(true, std::memory_order_release);
   wake();
   if (thread_->get_id() == std::this_thread::get_id()) {
     thread_->detach();
@@ -82,12 +74,14 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak) {
   bool entered = false;
   std::chrono::nanoseconds pause = kShortestPause;
   std::chrono::nanoseconds retry = kLongestPause;
-  while (begin()) {
+  for (;;) {
     Time next;
     {
       const std::lock_guard at_work(at_work_);
       const std::shared_ptr<PagePool> pool = weak.lock();
-      if (!pool) return;
+      if (!pool) return;  // then the shared word may be another pool's
+      own_word_.reset();
+      if (shared_word_) shared_word_().reset();
       try {
         if (!entered) enter(pool);
         entered = true;
@@ -229,11 +223,8 @@ class Mapper::Step {
 Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, std::chrono::nanoseconds& pause) {
   PoolLock lock(pool);
   Time next = Time::max();
-  for (bool back_first = false; !stopping_.load(std::memory_order_acquire);
-       back_first = !back_first) {
-    while (pool->quiescing() && !stopping_.load(std::memory_order_acquire))
-      pool->wait_changed(lock, steady_clock::now() + kLongestPause);
-    pool->drain_ended();
+  for (bool back_first = false;; back_first = !back_first) {
+    while (pool->quiescing()) pool->wait_changed(lock, steady_clock::now() + kLongestPause);
     const MakeRoom::Given given = MakeRoom(*pool).give_to_others(lock);
     if (given == MakeRoom::Given::some) {
       const Unlocked others_first(lock);

@@ -6,7 +6,6 @@
 // It never calls Python and holds no lock while it makes driver calls or waits (I11).
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -38,7 +37,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   void outwait(std::chrono::nanoseconds patience) {
     const std::unique_lock at_work(at_work_, patience);
   }
-  // Waits for the thread to end, unless this is the thread. Tasks that it had not begun are left.
+  // At the end of the pool: waits for the thread to end, unless this is the thread.
   void stop() noexcept;
 
  private:
@@ -49,14 +48,10 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // Does what can be done now; returns when to look again without being woken. `pause` is how long
   // it waited last for the device.
   Time serve(const std::shared_ptr<PagePool>& pool, std::chrono::nanoseconds& pause);
-  // The thread looks at what there is to do. False if it is to end: then the shared word may be
-  // another pool's.
-  bool begin() noexcept;
   void sleep(Time until) noexcept;
 
   const std::function<WakeWord&()> shared_word_;  // empty: the pool shares no budget
-  WakeWord own_word_;  // tells wakers of this process whether to look at the shared one
-  std::atomic<bool> stopping_{false};
+  WakeWord own_word_;         // tells wakers of this process whether to look at the shared one
   std::timed_mutex at_work_;  // held by the thread while it keeps the pool alive
   std::unique_ptr<std::thread> thread_;
 };

@@ -297,7 +297,6 @@ steady_clock::time_point PagePool::maintain(PoolLock& lock) {
 
 PoolCounts PagePool::counts() {
   PoolLock lock(shared_from_this());
-  drain_ended();
   if (!looks_ahead()) finish_unmapping(lock);
   count_private_copies();
   PoolCounts counts;
@@ -331,7 +330,6 @@ void PagePool::set_budget(std::size_t bytes) {
   const std::size_t pages = store_.in_pages(bytes);
   PoolLock lock(shared_from_this());
   store_.raise_if_broken();
-  drain_ended();
   count_private_copies();
   MakeRoom(*this).shrink(lock, "Pool.budget", pages, bytes);
   store_.set_budget(pages);
@@ -364,7 +362,6 @@ std::size_t PagePool::spared_elsewhere() {
 std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   store_.raise_if_broken();
-  drain_ended();
   while (evict_oldest()) {
   }
   const Counted quiescing(quiescing_);
@@ -394,7 +391,6 @@ bool PagePool::idle() const {
 void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   const auto until = steady_clock::now() + timeout;
   PoolLock lock(shared_from_this());
-  drain_ended();
   std::exception_ptr refused = finish_unmapping(lock);  // what was refused is tried again, here
   wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
   store_.raise_if_broken();
@@ -408,7 +404,6 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
               "busy; they stay mapped, and go once that has ended");
     }
     wait(lock, mapper_rests_, steady_clock::now() + kLook);
-    drain_ended();
     refused = finish_unmapping(lock);
     if (!refused) refused = mapper_error_;
   }
@@ -424,7 +419,6 @@ void PagePool::retire() noexcept {
   options_.cache = 0;
   retired_ = true;
   sender = std::move(sender_);
-  drain_ended();
   while (evict_oldest()) {
   }
   if (store_.broken()) finish_unmapping(lock);
@@ -437,7 +431,6 @@ void PagePool::leave_budget() noexcept {
 
 void PagePool::check_invariants() {
   PoolLock lock(shared_from_this());
-  drain_ended();
   try {
     quiesce(lock, "check_invariants");
   } catch (const DriverError&) {
@@ -458,7 +451,7 @@ void PagePool::count_private_copies() {
 }
 
 bool PagePool::tidy() noexcept {
-  if (ended_.load(std::memory_order_acquire) != nullptr) drain_ended();
+  drain_ended();
   if (shared_.publish()) wake_mapper();
   store_.give_back_charge();
   return std::exchange(wake_mapper_, false);
@@ -497,6 +490,7 @@ void PagePool::end_later(Ended* ended) noexcept {
 }
 
 void PagePool::drain_ended() noexcept {
+  if (ended_.load(std::memory_order_relaxed) == nullptr) return;  // most often
   for (std::unique_ptr<Ended> ended(ended_.exchange(nullptr, std::memory_order_acquire));
        ended != nullptr;) {
     const std::unique_ptr<Ended> one(std::exchange(ended, nullptr));

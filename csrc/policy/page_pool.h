@@ -186,8 +186,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void end_later(Ended* ended) noexcept;
   // `end` with the lock held: it takes effect before that is released.
   void end_locked(Ended* ended) noexcept VT_LOCKED { push(ended); }
-  // What has ended takes effect.
-  void drain_ended() noexcept VT_LOCKED;
+  // What has ended takes effect: as the lock is taken, before it is let go, and where its holder
+  // needs what it has ended itself.
+  void drain_ended() noexcept override VT_LOCKED;
 
   // Keeps `memory` of the host alive until the copies before `after` are over. Takes the lock.
   void keep_until(FencePtr after, std::shared_ptr<void> memory);

@@ -262,7 +262,6 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
                std::span<const std::uint64_t> numbers)
     : pool_(pool), caller_(caller) {
   PoolLock lock(pool_);
-  pool_->drain_ended();
   pool_->finish_unmapping(lock);  // what has died asleep needs no memory
   try {
     for (Client* client : pool_->clients()) {

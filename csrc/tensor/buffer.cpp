@@ -95,7 +95,6 @@ std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, co
   std::shared_ptr<Buffer> cached;
   {
     const PoolLock lock(pool);
-    pool->drain_ended();
     // Buffers alone are reusable.
     cached = std::static_pointer_cast<Buffer>(pool->find_cached(shape));
   }
@@ -325,7 +324,6 @@ Generation* Buffer::try_publish(Interval indices) {
 
 bool Buffer::published() {
   PoolLock lock(pool_);
-  pool_->drain_ended();
   return !generations_.empty();
 }
 

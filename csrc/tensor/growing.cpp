@@ -99,7 +99,6 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
   if (growths.empty()) return;
   const std::shared_ptr<PagePool>& pool = growths.front().buffer->pool_;
   PoolLock lock(pool);
-  pool->drain_ended();
   std::vector<Growing> all;
   all.reserve(growths.size());
   for (const Growth& growth : growths) all.emplace_back(growth, caller);

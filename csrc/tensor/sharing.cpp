@@ -56,7 +56,6 @@ std::shared_ptr<Buffer> Buffer::share_rows(const Caller& caller, const RowShape&
                                            std::span<const std::size_t> rows, bool moves) {
   std::shared_ptr<Buffer> child = make(pool_, shape, caller);
   PoolLock lock(pool_);
-  pool_->drain_ended();
   try {
     const std::unique_ptr<Busy> busy = quieten(lock, caller);
     if (moves) child->work_.note_streams_of(work_);
@@ -105,7 +104,6 @@ PageSets Buffer::offer(const Caller& caller, std::span<const Interval> indices, 
   page_sets.reserve(indices.size());
   const Interval all{indices.front().begin, indices.back().end};
   PoolLock lock(pool_);
-  pool_->drain_ended();
   std::shared_ptr<const PageSet::Origin> origin;
   std::unique_ptr<Busy> busy;
   if (writable && range_.first_not(all, is_writable) == all.end) {
@@ -136,7 +134,6 @@ std::vector<Reservation::Run> Buffer::offered_in(Interval indices) const {
 
 void Buffer::protect(const Caller& caller, Interval indices) {
   PoolLock lock(pool_);
-  pool_->drain_ended();
   if (!owned_ || offered_in(indices).empty()) return;
   await_streams(lock, caller);
   const Busy busy(*this, lock, caller);
@@ -181,7 +178,6 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
     pages = of_several;
   }
   PoolLock lock(pool_);
-  pool_->drain_ended();
   pool_->await(lock, caller.operation, "the work that used the pages that were here",
                [&]() VT_LOCKED {
                  if (busy()) return false;
@@ -204,7 +200,6 @@ void Buffer::accept(const Caller& caller, Interval positions, PageSetSpan page_s
 
 void Buffer::accept_deferred(const Caller& caller) {
   PoolLock lock(pool_);
-  pool_->drain_ended();
   const Busy busy(*this, lock, caller);
   if (deferred_ == nullptr) return;  // the mapper has mapped them
   map_shared(lock, caller, deferred_->indices(), deferred_->all());
@@ -228,7 +223,6 @@ void Buffer::enter_deferred() {
 void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
   const std::shared_ptr<PagePool>& pool = all.front().first->pool_;
   PoolLock lock(pool);
-  pool->drain_ended();
   // Before any stays busy: what one has ahead may have to go for another.
   for (const auto& [buffer, rows] : all) buffer->quieten(lock, caller);
   std::vector<std::unique_ptr<Busy>> busy;

@@ -47,6 +47,8 @@ class PoolMutex {
  protected:
   ~PoolMutex() = default;
 
+  // Once the lock is taken: what threads without it have ended takes effect.
+  virtual void drain_ended() noexcept VT_LOCKED = 0;
   // Before the lock is let go: does what other threads have left to its holder. True if
   // `after_unlock` is to be called.
   virtual bool tidy() noexcept VT_LOCKED = 0;
@@ -70,7 +72,9 @@ class PoolMutex {
 class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
  public:
   explicit PoolLock(std::shared_ptr<PoolMutex> pool) VT_TAKES_LOCK : pool_(std::move(pool)),
-                                                                     lock_(pool_->mutex_) {}
+                                                                     lock_(pool_->mutex_) {
+    pool_->drain_ended();
+  }
   // To the analysis the lock is held: to be followed by `if (!lock) return`.
   PoolLock(std::shared_ptr<PoolMutex> pool, std::try_to_lock_t how) VT_TAKES_LOCK
       : pool_(std::move(pool)),

@@ -69,6 +69,16 @@ TEST_CASE("a caller that overtakes the mapper waits for no more than a step of i
   CHECK(overtaken);  // the mapper had not come to the end
 }
 
+TEST_CASE("what a driver's callback has ended is over for the next thread that takes the lock") {
+  const auto pool = open_pool(8, {.prefetch = 0});
+  const auto buffer = row_of(pool, 8, 2);
+  Generation* const lease = buffer->lease(kCaller);
+  CHECK(buffer->published());
+  pool->end_later(lease);  // no mapper runs
+  CHECK(!buffer->published());
+  buffer->abandon();
+}
+
 TEST_CASE("pages that are announced are not for what only looks ahead") {
   constexpr std::size_t kWhole = 600;  // more than the mapper does in two steps
   const auto pool = open_pool(kWhole, {.prefetch = 64 * kBytes});
