@@ -215,7 +215,8 @@ def test_a_reader_that_comes_while_contents_are_saved_keeps_them_awake(pool, mon
     monkeypatch.setattr(_sleep, "_copy", come_first)
     with pytest.raises(vtensor.VTensorError, match="1 readers in other processes"):
         pool.sleep(contents="host")
-    assert readers and t.extend(1).length == 11
+    assert t.extend(1).length == 11
+    assert readers[0].sync()  # does not find it asleep
 
 
 @pytest.mark.parametrize("end", ["close", "reallocate", "move", "reindex"])
