@@ -186,8 +186,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void end_later(Ended* ended) noexcept;
   // `end` with the lock held: it takes effect before that is released.
   void end_locked(Ended* ended) noexcept VT_LOCKED { push(ended); }
-  // What has ended takes effect: as the lock is taken, before it is let go, and where its holder
-  // needs what it has ended itself.
+  // What has ended takes effect: as the lock is taken, before a wait, before it is let go, and
+  // where its holder looks for pages.
   void drain_ended() noexcept override VT_LOCKED;
 
   // Keeps `memory` of the host alive until the copies before `after` are over. Takes the lock.
