@@ -391,14 +391,11 @@ void TensorCore::append(nb::handle self, nb::handle source) {
            text(nb::getattr(source, "device")), ": move it with x.to(t.device)");
   if (!from.has_memory())
     refuse(name, "the source has no memory (", type_text(source), "): give one with contents");
+  if (nb::getattr(source, "requires_grad").is(nb::bool_(true)) && torch.gradients_enabled())
+    refuse(name,
+           "the source requires grad, and a VTensor keeps no graph: append(x.detach()), or work "
+           "under torch.no_grad()");
   nb::object kept = nb::borrow(source);
-  if (nb::getattr(source, "requires_grad").is(nb::bool_(true))) {
-    if (torch.gradients_enabled())
-      refuse(name,
-             "the source requires grad, and a VTensor keeps no graph: append(x.detach()), or work "
-             "under torch.no_grad()");
-    kept = torch.detach(source);
-  }
   const bool resolved = torch.is_plain(source) && !torch.is_negative(source) &&
                         !(from.may_be_complex() && torch.is_conjugate(source));
   const auto n = static_cast<std::size_t>(from.shape[spec_.grow_dim]);
