@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vllm.sh [tests|bench|engines|transfer]: the plug-in in the real vLLM, for CPUs, in an environment of its own
+# vllm.sh [install|tests|bench|engines|transfer]: the plug-in in the real vLLM, for CPUs, in an environment of its own
 # under build/vllm (3.5 GB, kept for the next time): its tests, or the figures of benchmarks/vllm_engines.py: beside
 # stock vLLM, of two engines in one memory, of prefill and decode apart.
 source "$(dirname "$0")/lib.sh"
@@ -35,13 +35,14 @@ run_bench() {
   "$inside" -W ignore benchmarks/vllm_engines.py "$what"
 }
 
-scripts/venv.sh test
 step "vLLM $release for CPUs: 0.5 GB to download" install_vllm
+if [ "$what" = install ]; then exit; fi
+scripts/venv.sh test
 step "vtensor in its environment" install_vtensor
 case $what in
   tests) step "Tests in vLLM" run_tests ;;
   bench) step "Beside stock vLLM" run_bench ;;
   engines) step "Two engines, beside stock vLLM" run_bench ;;
   transfer) step "Prefill and decode apart, beside stock vLLM" run_bench ;;
-  *) die "'$what' is not known: tests, bench, engines or transfer" ;;
+  *) die "'$what' is not known: install, tests, bench, engines or transfer" ;;
 esac
