@@ -21,9 +21,11 @@ slow_tests() {
   export VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_TESTS=thorough
   pytest -n 2 --dist worksteal -m "slow or thorough" --ignore tests/gpu --ignore tests/vllm tests # as in test.sh
 }
-# The general suites again with the default options: look-ahead and reuse.
+# The general suites again with the default options: look-ahead and reuse. Python fills what it frees, so that a use of
+# it shows.
 default_pools() {
-  local general=(tests/python/test_{tensor,sharing,torch_safety,kv_cache,kv_swaps,cache_layers,threads,regressions}.py)
+  local general=(tests/python/test_{tensor,sharing,torch_safety,kv_cache,kv_swaps,cache_layers,threads,regressions,refusals,modes}.py)
+  export PYTHONMALLOC=debug
   VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_POOLS=default pytest -q -n 2 --dist worksteal "${general[@]}"
 }
 

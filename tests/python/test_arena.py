@@ -307,6 +307,18 @@ def test_pages_outlive_the_work_that_uses_them(sim, stream_pool, ahead):
     assert arena.stats().pages_active == 1 and arena.tensor[:PAGE].eq(4).all()
 
 
+def test_pages_outlive_the_work_of_the_stream_that_an_arena_is_closed_on(sim, stream_pool):  # I3
+    pool = stream_pool(prefetch=0, cache=0)
+    arena = vtensor.Arena(4 * PAGE, pool=pool)
+    arena.map([(0, 4 * PAGE)])
+    stream = sim.stream(held=True)
+    sim.kernel(stream, arena.tensor, writes=4)
+    arena.close(stream=stream)
+    assert pool.stats().pages_pinned == 4
+    sim.release(stream)
+    eventually(lambda: pool.stats().pages_pinned == 0)
+
+
 def test_a_block_waits_on_the_device_for_the_zeroing_of_what_was_prepared(sim, stream_pool):
     """I7: prepared pages are zeroed on the side stream; the caller's kernels start behind that."""
     pool = stream_pool(prefetch=8 * PAGE, cache=0)
