@@ -181,7 +181,6 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
   Reservation::Arrival arrival;
   std::size_t count = 0;
   for (int asked = 0;;) {
-    raise_if_asleep(caller.operation);
     await_turn(lock, caller);
     raise_if_asleep(caller.operation);
     arrival.runs = missing(pages);
