@@ -1,12 +1,12 @@
 #include "bind/torch_bridge.h"
 
-#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <string_view>
+#include <string>
 #include <vector>
 
 #include "base/calls.h"
@@ -77,7 +77,7 @@ bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
   if (!nb::getattr(tensor, "layout").is(torch_.attr("strided"))) return false;
   if (is_true(tensor.attr("is_nested"))) return false;
   nb::object device = tensor.attr("device"), index = device.attr("index");
-  const auto type = nb::cast<std::string>(device.attr("type"));
+  const auto type = nb::cast<std::string>(device.attr("type"));  // a copy: torch keeps no str of it
   try {
     facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
   } catch (nb::python_error& error) {

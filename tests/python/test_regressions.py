@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
+import textwrap
 import time
 import weakref
 from contextlib import suppress
@@ -17,7 +20,7 @@ from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
 from interrupts import Interrupt
-from support import received, run_snippet
+from support import received, run_process, run_snippet
 from vtensor import plot, sharing, testing, together
 from vtensor.pool import open_pools
 from vtensor.replay import read_trace
@@ -444,3 +447,15 @@ def test_pools_are_looked_through_where_the_stack_is_full(monkeypatch):
     monkeypatch.setattr(weakref.WeakSet, "__iter__", too_deep)
     with pytest.raises(RecursionError):
         open_pools()
+
+
+def test_a_tensor_that_dlpack_cannot_describe_is_where_it_is():
+    """torch's name of its device was read after it was freed. Python's debug allocator overwrites what is."""
+    code = """
+        import torch, vtensor
+        t = vtensor.empty(0, 2, grow_dim=0, capacity=9, dtype=torch.bits8)
+        t.append(torch.ones(3, 2, dtype=torch.uint8).view(torch.bits8))
+        assert t[...].view(torch.uint8).tolist() == [[1, 1]] * 3
+    """
+    environment = {**os.environ, "PYTHONMALLOC": "debug"}
+    run_process(sys.executable, "-c", textwrap.dedent(code), env=environment).check()
