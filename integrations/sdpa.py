@@ -67,14 +67,14 @@ def scaled_dot_product_attention(
     mask = attn_mask
     if is_causal and mask is not None:
         raise InvalidArgument(f"[{_OPERATION}] attn_mask and is_causal=True: put both into attn_mask")
-    if is_causal and 1 < queries != length:
-        mask = _lower_right(queries, length, query.device)
-    upper_left = queries > 1 and is_causal and mask is None  # both alignments are then the same
+    if is_causal and not 1 < queries == length:  # else torch's alignment is the same
+        is_causal = False
+        mask = _lower_right(queries, length, query.device) if queries > 1 else None
     with leased(_OPERATION, query, key, value, cache=cache):
         attend = functional.scaled_dot_product_attention
         grouped = enable_gqa and not query.shape[-3] == keys.shape[-3] == values.shape[-3]
         if not (grouped and query.is_cpu and queries == 1 and _stacks(query, keys, values, mask)):
-            return attend(query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=grouped)
+            return attend(query, keys, values, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
         # With one query per head, the heads of a group become the queries of one head.
         split = -3, (keys.shape[-3], -1)
         if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:

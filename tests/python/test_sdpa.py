@@ -89,6 +89,31 @@ def test_compiled_over_growing_views(host, queries):
     assert counter.frame_count <= 2
 
 
+def test_compiled_for_every_size_where_both_alignments_are_the_same(host):
+    k, v = caches(host, length=9, heads_first=True)
+    given = noise(2, HEADS, 9, SIZE), k[...], v[...]
+
+    def attend(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="eager", dynamic=True, fullgraph=True)
+    assert torch.equal(compiled(*given), attend(*given))
+
+
+@pytest.mark.filterwarnings("ignore")  # that jit.trace is deprecated, and takes sizes for constants
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [1, 3, 9])
+def test_traced_over_views(host, queries, causal):
+    k, v = caches(host, length=9, heads_first=True)
+    given = noise(2, HEADS, queries, SIZE), k[...], v[...]
+
+    def attend(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    assert torch.equal(torch.jit.trace(attend, given)(*given), attend(*given))
+
+
 def test_queries_that_see_nothing_give_zeros(host):
     k, v = caches(host, length=2, heads_first=True)
     out = scaled_dot_product_attention(noise(2, HEADS, 5, SIZE), k, v, is_causal=True)
