@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -88,7 +88,7 @@ def flex_attention(
         keys, values, cache = take(_OPERATION, *given, True, None, 0, None, None if block_mask is None else 0)
     if isinstance(key, FullExtent) and isinstance(value, FullExtent):
         keys, values = (covered(t, _POSITIONS) for t in (key, value))
-    if query.is_cpu and not is_dynamo_compiling():
+    if query.is_cpu and not is_compiling():  # in torch.export, mark_static takes no list
         query, keys, values = (_of_any_length(t[...]) for t in (query, keys, values))
     with leased(_OPERATION, query, *given, cache=cache, tile=_TILE):
         return _compiled()(query, keys, values, score_mod, block_mask, scale, enable_gqa, **options)

@@ -180,6 +180,20 @@ def test_prompts_of_any_length_in_batches_of_any_size(strict):
     assert graphs() - before == 3
 
 
+@pytest.mark.parametrize("strict_export", [False, True])
+def test_exported_over_views(strict, strict_export):
+    k, v = caches(strict, length=20, heads_first=True)
+    given = noise(ROWS, HEADS, 1, SIZE), k[...], v[...]
+    mask = CacheMask(None, ROWS, 1, CAPACITY).update([20, 7])
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, block_mask=mask)
+
+    exported = torch.export.export(Attention(), given, strict=strict_export)
+    assert (exported.module()(*given) - exact(*given, [20, 7])).abs().max() < 1e-5
+
+
 @pytest.mark.seconds(200)
 def test_numbers_that_only_the_device_knows_read_nothing_outside(strict, monkeypatch):
     """They are not checked: counts stay between none and all, and tiles inside the extent."""
