@@ -237,6 +237,10 @@ class VTensorCache(DynamicCache):
 
     def _change_batch(self, choice: Choice, of_others: Callable[[Any], None]) -> None:
         change = BatchChange()
+        self._plan_batch(change, choice, of_others)
+        change.carry_out()
+
+    def _plan_batch(self, change: BatchChange, choice: Choice, of_others: Callable[[Any], None]) -> None:
         for layer in self.layers:
             if isinstance(layer, VTensorLayer):
                 layer.plan_batch(change, choice)
@@ -244,7 +248,6 @@ class VTensorCache(DynamicCache):
                 twin = twin_of(layer)
                 of_others(twin)
                 change.assign(layer, vars(twin))
-        change.carry_out()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens in every layer, or in none if one refuses."""
@@ -285,20 +288,18 @@ class TwoHalves(EncoderDecoderCache):
         for number, updated in self.is_updated.items():
             self.is_updated[number] = updated and self.cross_attention_cache.get_seq_length(number) > 0
 
-    def _all_layers(self) -> VTensorCache:
-        """A cache of the layers of both halves."""
-        made = VTensorCache.over(self.self_attention_cache)
-        made.layers = self.self_attention_cache.layers + self.cross_attention_cache.layers
-        return made
+    # Each makes its change by _change_batch.
+    reorder_cache = VTensorCache.reorder_cache
+    batch_repeat_interleave = VTensorCache.batch_repeat_interleave
+    batch_select_indices = VTensorCache.batch_select_indices
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._all_layers().reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._all_layers().batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
-        self._all_layers().batch_select_indices(indices)
+    def _change_batch(self, choice: Choice, of_others: Callable[[Any], None]) -> None:
+        change = BatchChange()
+        for half in (self.self_attention_cache, self.cross_attention_cache):
+            VTensorCache._plan_batch(half, change, choice, of_others)  # any cache with layers
+        if change.leaving:  # no sequence is kept
+            change.assign(self, {"is_updated": dict.fromkeys(self.is_updated, False)})
+        change.carry_out()
 
     def reset(self) -> None:
         finish(super().reset)

@@ -59,25 +59,22 @@ class BatchChange:
         self._tensors: list[VTensor] = []
         self._indices: list[list[int]] = []
         self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._leaving: list[VTensor] = []
+        self.leaving: list[VTensor] = []
 
     def reindex(self, owners: Sequence[VTensor], kept: list[int]) -> None:
         """Plans to replace the sequences of each owner with those at the indices ``kept``."""
         self._tensors += owners
         self._indices += [kept] * len(owners)
 
-    def assign(self, layer: Any, states: dict[str, Any]) -> None:
-        """Plans to set attributes of ``layer``."""
+    def assign(self, layer: Any, states: dict[str, Any], leaving: Sequence[VTensor] = ()) -> None:
+        """Plans to set attributes of ``layer``, and to close owners after everything else."""
         self._states.append((vars(layer), states))
-
-    def close(self, owners: Sequence[VTensor]) -> None:
-        """Plans to close owners, after everything else."""
-        self._leaving += owners
+        self.leaving += leaving
 
     def carry_out(self) -> None:
         """Makes all planned changes, or raises as ``VTensor.reindex`` does and changes nothing."""
         together.reindex(self._tensors, self._indices, self._states)
-        for owner in self._leaving:
+        for owner in self.leaving:
             owner.close()
 
 

@@ -413,8 +413,7 @@ class VTensorLayer(DynamicLayer):
         if kept := choice(self.owners[0].shape[0]):
             change.reindex(self.owners, kept)
         else:
-            change.assign(self, self._released())
-            change.close(self.owners)
+            change.assign(self, self._released(), leaving=self.owners)
 
     def offload(self) -> None:
         """Moves K and V to host memory and gives their pages back. Does nothing on the host.

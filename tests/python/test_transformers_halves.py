@@ -253,6 +253,7 @@ CHANGES = {
     "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
     "select": lambda cache: cache.batch_select_indices([1]),
     "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select none": lambda cache: cache.batch_select_indices([]),
     "reset": lambda cache: cache.reset(),
 }
 
@@ -264,6 +265,17 @@ def both_filled(pool):
             half.update(*states(2, 70, seed=layer), layer)
     cache.is_updated.update({0: True, 1: True})
     return cache
+
+
+def test_a_cache_that_keeps_no_sequence_begins_anew(pages):
+    """The decoder once believed the K and V of the encoder's output to be there still."""
+    model = make("T5")
+    expected = model.generate(SHORT, **FEW)
+    cache = encoder_decoder_cache(model.config, 256, pages)
+    generate(model, cache, LONG)
+    CHANGES["select none"](cache)
+    assert pages.stats().pages_used == 0
+    begins_anew(model, cache, expected)
 
 
 @pytest.mark.parametrize("change", ["reorder", "select", "repeat"])
