@@ -208,7 +208,8 @@ class VTensorCache(DynamicCache):
         It is the first call of a step, so a ``compiled`` cache prepares the step here.
         """
         if self.compiled and not torch.compiler.is_compiling():
-            self.prepare(query_length)
+            if layer_idx <= next(reversed(self._begun), layer_idx):  # Inkling asks in each layer again
+                self.prepare(query_length)
         return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
     def drop(self, layers: list[Any]) -> None:

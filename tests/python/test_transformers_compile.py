@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+
 import pytest
 import torch
 
@@ -24,6 +27,7 @@ from tiny_models import (
     filled,
     make_llama,
     one_thread,  # noqa: F401
+    pages_left,
     prompt,
     run,
     states,
@@ -115,6 +119,27 @@ def test_a_model_that_pads_its_mask_to_the_most_tokens(pages, method):
     )
     assert torch.equal(given, expected)
     assert given[:, 20:].unique().numel() > 4  # tokens that say something
+
+
+def test_a_model_that_asks_for_its_masks_in_each_layer(pages):
+    """I8: layers that had grown were once prepared for the step again, and a refusal of that left them."""
+    model = make("Inkling")
+    used = []
+    for compiled in (False, True):
+        cache = VTensorCache(model.config, 512, pages, compiled=compiled)
+        with torch.no_grad():
+            model(prompt(1, 62), past_key_values=cache)
+            before = copy.deepcopy(cache)
+            model(prompt(1, 60), past_key_values=cache)
+        used.append(pages.stats().pages_used)
+        cache.reset()
+    assert used[0] == used[1]
+    for n in range(used[0]):
+        cache = copy.deepcopy(before)
+        with pages_left(pages, n), contextlib.suppress(vtensor.OutOfPages), torch.no_grad():
+            model(prompt(1, 60), past_key_values=cache)
+        assert len({layer.get_seq_length() for layer in cache.layers}) == 1
+        cache.reset()
 
 
 def test_without_a_prepared_step_the_error_says_what_to_call(pages):
