@@ -29,7 +29,8 @@ from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer, empty
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
-# Of a half of a TwoHalves, a reference to that. Not in the half, whose copies and pickles are apart from it.
+# Of a half, the TwoHalves that has it, and shallow copies of that. Not in the half, whose copies and pickles
+# are apart from it.
 _wholes: Any = weakref.WeakKeyDictionary()
 
 
@@ -162,7 +163,7 @@ class VTensorCache(DynamicCache):
             )
         if layer_idx <= next(reversed(self._begun), layer_idx):
             self._begun = {}
-            whole = _wholes.get(self, type(None))()
+            whole = next(iter(_wholes.get(self, ())), None)
             if whole is not None and self is whole.self_attention_cache:
                 whole.cross_attention_cache._begun = {}
         try:
@@ -175,7 +176,7 @@ class VTensorCache(DynamicCache):
                 self._begun[layer_idx] = layer.get_seq_length()
             keys, values = append(key_states, value_states, layer_idx, *args, **kwargs)
         except VTensorError:
-            whole = _wholes.get(self, type(None))()
+            whole = next(iter(_wholes.get(self, ())), None)
             drop = self.drop if whole is None else partial(whole.drop, self)
             finish(partial(drop, self.layers[: layer_idx + 1]))
             raise
@@ -274,7 +275,7 @@ class TwoHalves(EncoderDecoderCache):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, VTensorCache):  # also one that T5Gemma puts in the place of the encoder's
-            _wholes[value] = weakref.ref(self)
+            _wholes.setdefault(value, weakref.WeakSet()).add(self)
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -171,6 +171,20 @@ def test_a_cache_made_otherwise(pages, way):
         assert same(content(cache), before)
 
 
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_shallow_copy_that_is_gone(pages, leaving):
+    """I8: it, or what it was copied from, has the same halves, and they change together still."""
+    model = make("T5")
+    expected = model.generate(SHORT, **FEW)
+    cache = encoder_decoder_cache(model.config, 256, pages)
+    both = [cache, copy.copy(cache)]
+    del cache, both[leaving]
+    for n in range(4):
+        with refused(n):
+            generate(model, both[0], LONG)
+        begins_anew(model, both[0], expected)
+
+
 def test_a_half_copied_alone_is_a_plain_cache(pages):
     model = make("BART")
     cache = encoder_decoder_cache(model.config, 256, pages)
