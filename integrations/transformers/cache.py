@@ -29,8 +29,7 @@ from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer, empty
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
-# Of a half, the TwoHalves that has it, and shallow copies of that. Not in the half, whose copies and pickles
-# are apart from it.
+# Of a half, all TwoHalves that have it. Not in the half, whose copies and pickles are apart from it.
 _wholes: Any = weakref.WeakKeyDictionary()
 
 
@@ -120,8 +119,7 @@ class VTensorCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether ``generate()`` makes the masks of a step before the forward, so that the step can be
-        prepared.
+        """Whether ``generate()`` makes the masks of a step before its forward, and so prepares the step.
 
         True if ``compiled``, except with layers of linear attention alone, and with layers of a window and
         linear attention, for which transformers 5.23 makes the mask of full attention.
@@ -225,8 +223,7 @@ class VTensorCache(DynamicCache):
     # ------------------------------------------------------------------ batches
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorders every layer for beam search, or none if one refuses. See
-        ``VTensorLayer.reorder_cache``."""
+        """Reorders every layer for beam search, or none if one refuses."""
         self._change_batch(reordered(beam_idx), lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -324,7 +321,12 @@ def encoder_decoder_cache(
         InvalidArgument: as for ``VTensorCache``.
     """
     own = VTensorCache(config, max_len, pool, **options)
-    return TwoHalves(own, VTensorCache(config, None, pool, **options | {"offloading": False}))
+    encoders = VTensorCache(config, None, pool, **options | {"offloading": False})
+    for number, layer in enumerate(encoders.layers):
+        if isinstance(layer, VTensorSlidingWindowLayer):  # the windows of T5Gemma's decoder are its own
+            encoders.layers[number] = VTensorLayer(None, pool)
+            encoders.layers[number].tag = layer.tag
+    return TwoHalves(own, encoders)
 
 
 def check_pool(asking: str, pool: object) -> None:

@@ -91,6 +91,22 @@ def test_a_model_may_make_the_half_of_the_encoder_itself(pages):
         assert torch.equal(model.generate(prompt(1, 30), **FEW), expected)
 
 
+def test_the_half_of_the_encoder_has_no_window(pages):
+    model = make_t5gemma()
+    tokens = prompt(1, 5)
+    with torch.no_grad():
+        expected = model(prompt(1, 30), decoder_input_ids=tokens, use_cache=False).logits[:, 3:]
+        cache = encoder_decoder_cache(model.config, 256, pages, tag="kv of T5Gemma")
+        read = model.get_encoder()(prompt(1, 30))
+        model(encoder_outputs=read, decoder_input_ids=tokens[:, :3], past_key_values=cache)
+        steps = [
+            model(encoder_outputs=read, decoder_input_ids=tokens[:, n : n + 1], past_key_values=cache).logits
+            for n in (3, 4)
+        ]
+    assert (torch.cat(steps, 1) - expected).abs().max() < 1e-4
+    assert {layer.tag for layer in cache.cross_attention_cache.layers} == {"kv of T5Gemma"}
+
+
 @pytest.mark.parametrize("name", ["T5", "BART"])
 def test_compiled_halves(pages, name):
     model = make(name)
