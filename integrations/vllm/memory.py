@@ -165,14 +165,13 @@ def parts_of(config: Any) -> list[Part]:
     every block. With the blocks outermost, a block's layers lie together. Groups of layers share addresses,
     because a block belongs to one group at a time.
     """
-    count, parts = config.num_blocks, set()
+    count, parts = config.num_blocks, set[Part]()
     for tensor in config.kv_cache_tensors:
-        region = tensor.block_stride * count
-        if tensor.block_stride > tensor.layer_stride or len(tensor.layers) * tensor.layer_stride < region:
-            parts.add((0, tensor.block_stride, tensor.block_stride))
-            continue
-        for start in range(tensor.offset, tensor.offset + len(tensor.layers) * tensor.layer_stride, region):
-            parts.add((start, tensor.block_stride, tensor.block_stride))
+        stride, region = tensor.block_stride, tensor.block_stride * count
+        end = tensor.offset + len(tensor.layers) * tensor.layer_stride
+        together = stride > tensor.layer_stride or end - tensor.offset < region
+        starts = [0] if together else range(tensor.offset, end, region)
+        parts.update((start, stride, stride) for start in starts)
     if sum(size for _, _, size in parts) * count != table_bytes(config):
         raise RuntimeError(
             f"[vtensor.vllm] a KV cache of {table_bytes(config):,} bytes in {count} blocks is laid out in a "
