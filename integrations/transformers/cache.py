@@ -246,7 +246,7 @@ class VTensorCache(DynamicCache):
             else:
                 twin = twin_of(layer)
                 of_others(twin)
-                change.assign(layer, vars(twin))
+                change.assign(vars(layer), vars(twin))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens in every layer, or in none if one refuses."""
@@ -287,18 +287,17 @@ class TwoHalves(EncoderDecoderCache):
         for number, updated in self.is_updated.items():
             self.is_updated[number] = updated and self.cross_attention_cache.get_seq_length(number) > 0
 
-    # Each makes its change by _change_batch.
+    # Each makes its change by _plan_batch.
     reorder_cache = VTensorCache.reorder_cache
     batch_repeat_interleave = VTensorCache.batch_repeat_interleave
     batch_select_indices = VTensorCache.batch_select_indices
+    _change_batch = VTensorCache._change_batch
 
-    def _change_batch(self, choice: Choice, of_others: Callable[[Any], None]) -> None:
-        change = BatchChange()
+    def _plan_batch(self, change: BatchChange, choice: Choice, of_others: Callable[[Any], None]) -> None:
         for half in (self.self_attention_cache, self.cross_attention_cache):
             VTensorCache._plan_batch(half, change, choice, of_others)  # any cache with layers
         if change.leaving:  # no sequence is kept
-            change.assign(self, {"is_updated": dict.fromkeys(self.is_updated, False)})
-        change.carry_out()
+            change.assign(self.is_updated, dict.fromkeys(self.is_updated, False))
 
     def reset(self) -> None:
         finish(super().reset)

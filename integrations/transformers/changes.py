@@ -58,7 +58,7 @@ class BatchChange:
     def __init__(self) -> None:
         self._tensors: list[VTensor] = []
         self._indices: list[list[int]] = []
-        self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._states: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self.leaving: list[VTensor] = []
 
     def reindex(self, owners: Sequence[VTensor], kept: list[int]) -> None:
@@ -66,9 +66,9 @@ class BatchChange:
         self._tensors += owners
         self._indices += [kept] * len(owners)
 
-    def assign(self, layer: Any, states: dict[str, Any], leaving: Sequence[VTensor] = ()) -> None:
-        """Plans to set attributes of ``layer``, and to close owners after everything else."""
-        self._states.append((vars(layer), states))
+    def assign(self, held: dict[Any, Any], states: dict[Any, Any], leaving: Sequence[VTensor] = ()) -> None:
+        """Plans to update ``held`` with ``states``, and to close owners after everything else."""
+        self._states.append((held, states))
         self.leaving += leaving
 
     def carry_out(self) -> None:

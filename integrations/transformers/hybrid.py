@@ -62,7 +62,7 @@ class _TwoParts(VTensorLayer):
         if batch is not None:
             if kept := choice(batch):
                 linear.reorder_cache(torch.tensor(kept, device="cpu"))
-            change.assign(self, _linear_states(linear) if kept else emptied(self))
+            change.assign(self.__dict__, _linear_states(linear) if kept else emptied(self))
 
     def plan_crop(self, tokens_to_remove: int) -> Callable[[], None]:
         """As ``VTensorLayer.plan_crop``, for both parts. The linear part must have recorded its past."""

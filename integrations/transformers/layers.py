@@ -413,7 +413,7 @@ class VTensorLayer(DynamicLayer):
         if kept := choice(self.owners[0].shape[0]):
             change.reindex(self.owners, kept)
         else:
-            change.assign(self, self._released(), leaving=self.owners)
+            change.assign(self.__dict__, self._released(), leaving=self.owners)
 
     def offload(self) -> None:
         """Moves K and V to host memory and gives their pages back. Does nothing on the host.

@@ -287,8 +287,11 @@ def test_a_cache_that_keeps_no_sequence_begins_anew(pages):
     expected = model.generate(SHORT, **FEW)
     cache = encoder_decoder_cache(model.config, 256, pages)
     generate(model, cache, LONG)
+    shallow = copy.copy(cache)
     CHANGES["select none"](cache)
     assert pages.stats().pages_used == 0
+    begins_anew(model, shallow, expected)
+    CHANGES["select none"](cache)
     begins_anew(model, cache, expected)
 
 
