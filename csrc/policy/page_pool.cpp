@@ -237,7 +237,9 @@ bool PagePool::evict_oldest() {
 }
 
 void PagePool::clean_later(const std::shared_ptr<Client>& client) noexcept {
-  if (!client->hooks.unclean.linked()) unclean_.add(client->hooks.unclean, client);
+  if (client->hooks.unclean.linked()) return;
+  unclean_.add(client->hooks.unclean, client);
+  wake_mapper();
 }
 
 void PagePool::await(PoolLock& lock, const char* operation, const char* what,

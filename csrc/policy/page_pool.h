@@ -171,7 +171,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::shared_ptr<Client> find_cached(const RowShape& shape) const VT_LOCKED;
   // Has the oldest give up cached pages; false if there is none.
   bool evict_oldest() VT_LOCKED;
-  // Clients, cached or owned, with pages to be zeroed.
+  // Clients, cached or owned, with pages to be zeroed, which the mapper does.
   ClientList& unclean() VT_LOCKED { return unclean_; }
   void clean_later(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
   // Counts the private copies of all clients.

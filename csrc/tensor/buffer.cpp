@@ -493,9 +493,7 @@ void Buffer::try_to_cache() {
   for (std::size_t row = 0; row < range_.rows(); ++row)
     range_.each_page({row, pages}, [dirty](Page* page) { page->dirty = dirty; });
   range_.event(trace::What::cache, pages);
-  if (!dirty) return;
-  pool_->clean_later(shared_from_this());
-  pool_->wake_mapper();
+  if (dirty) pool_->clean_later(shared_from_this());
 }
 
 void Buffer::evict() {

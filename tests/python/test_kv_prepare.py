@@ -183,6 +183,27 @@ def test_shared_pages_are_left_to_the_step(pool_of):
         testing.check_invariants(cache.pool)
 
 
+def test_an_announcement_wakes_the_mapper_for_pages_to_zero(sim, stream_pool):
+    """Also where nothing is to be mapped. The pages are the slot's own, which its last owner left: it got them
+    back before that owner's kernel had ended, so the mapper had not zeroed them."""
+    pool = stream_pool(40 * RANGES, prefetch=1 << 20)
+    with make_cache(pool) as cache:
+        slot = filled(cache, PROMPT)
+        pool.wait_idle()
+        stream = sim.stream(held=True)
+        sim.kernel(stream, cache[0][0][slot, :PROMPT])
+        cache.free(slot, stream)
+        assert cache.alloc(expect=PROMPT) == slot
+        sim.release(stream)
+        assert grown(cache, slot, 3)
+        cache.fork(slot)
+        pool.wait_idle()
+        assert not announced(cache, slot, 4)  # the step has to copy the shared page
+        pool.wait_idle(timeout=5)
+        assert grown(cache, slot, UNIT)
+        steps_without_a_call(cache, slot)
+
+
 def test_bands_that_differ_are_left_out(pool_of):
     with make_cache(pool_of(20), bands=2) as cache:
         slot = cache.alloc()
