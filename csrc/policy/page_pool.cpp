@@ -399,11 +399,12 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   while (!refused && !idle()) {
     wake_mapper_ |= !wanting_.empty();
     if (steady_clock::now() >= until) {
-      throw TimedOut(
-          "Pool.wait_idle", timeout,
-          std::to_string(to_unmap_.size()) +
-              " tensors have pages that work on the device may still use, or the mapper is "
-              "busy; they stay mapped, and go once that has ended");
+      throw TimedOut("Pool.wait_idle", timeout,
+                     text(to_unmap_.size(),
+                          " tensors have pages that work on the device may still use, which ",
+                          "stay mapped and go once it has ended; ", wanting_.size(),
+                          " want pages ahead, ", unclean_.size(), " have pages to zero, and ",
+                          in_flight(), " driver calls are under way"));
     }
     wait(lock, mapper_rests_, steady_clock::now() + kLook);
     refused = finish_unmapping(lock);
