@@ -415,13 +415,14 @@ void Buffer::prepare(std::size_t end) {
 void Buffer::announce(std::size_t end) {
   want_until(end, true);
   if (hooks.wanting.linked()) pool_->want_first(shared_from_this());
-  if (to_clean()) pool_->clean_later(shared_from_this());
 }
 
 void Buffer::want_until(std::size_t end, bool soon) {
   const std::size_t index_end = indices_of({positions_.begin, end}).end;
-  if (index_end <= ready_end_ || range_.leaving() != 0) return;
   try {
+    // What is mapped already may be what the last owner left.
+    if (soon && to_clean()) pool_->clean_later(shared_from_this());
+    if (index_end <= ready_end_ || range_.leaving() != 0) return;
     range_.reserve({0, index_end});
     pool_->want(shared_from_this());
     // Shared pages that wait to be unmapped go: growth would have to copy them.

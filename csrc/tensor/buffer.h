@@ -86,7 +86,7 @@ class Buffer final : public Client {
   static void grow_all(const Caller& caller, std::span<const Growth> growths, bool populate);
   // Has the mapper make the positions below `end` ready, and returns at once.
   void prepare(std::size_t end);
-  // `prepare` with the lock held; wakes the mapper if `soon`.
+  // `prepare` with the lock held. Unless `soon`, the mapper is not woken, and zeroes nothing.
   void want_until(std::size_t end, bool soon) VT_LOCKED;
   // `prepare` before all look-ahead, which gets what is left.
   void announce(std::size_t end) VT_LOCKED;

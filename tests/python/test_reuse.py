@@ -55,6 +55,29 @@ def test_the_next_of_its_shape_makes_no_driver_call_and_sees_zeros(pool_factory,
     assert pool.stats().tensors_reused == 20 and pool.stats().tensors_fresh == 1
 
 
+@pytest.mark.parametrize("prepared", [True, False])
+def test_the_mapper_zeroes_what_it_had_not_by_the_time_of_the_next_owner(sim, stream_pool, prepared):
+    """Where a kernel of the last owner had not ended: for `prepare`, and for growth that looks ahead."""
+    pool = stream_pool(prefetch=1 << 20, cache=40 * PAGE)
+    stream = sim.stream(held=True)
+    last = filled(pool, 64)
+    sim.kernel(stream, last)
+    last.close(stream=stream)
+    with quarter(pool, 0) as t:
+        assert pool.stats().tensors_reused == 1
+        sim.release(stream)
+        if prepared:
+            t.prepare(64)
+        else:
+            t.extend(PER_PAGE).extend(PER_PAGE)
+        pool.wait_idle()
+        before = calls(pool)
+        while t.length < t.capacity:
+            t.extend(PER_PAGE)
+        assert calls_since(pool, before) == {}
+        assert not t.any()  # I7
+
+
 def test_without_zeroing_it_may_show_what_was_left(pool_factory):
     pool = pool_factory("host", cache=32 * PAGE, zero="never")
     freed(pool, 20, 7)
