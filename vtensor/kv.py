@@ -209,7 +209,8 @@ class KVCache(Closes, Drawn):
         ``prefetch=0`` announces nothing.
 
         Returns:
-            True if all is ready, and ``step(lengths)`` would make no driver call now.
+            True if all is ready, and ``step(lengths)`` would make no driver call now but for pages that leave
+            a window.
         """
         return self._ask("KVCache.prepare", CacheCore.prepare, lengths)
 
