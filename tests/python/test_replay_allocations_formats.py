@@ -213,6 +213,8 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
         ({"device_traces": [[7]]}, r"device_traces\[0\]\[0\]: an int, not a dict"),
         ({"device_traces": [[entry("alloc", 1, 5) | {"size": "5"}]]}, r"\[0\]\[0\]: size is '5'"),
         ({"device_traces": [[entry("alloc", -1, 5)]]}, "addr is -1"),
+        ({"device_traces": [[entry("alloc", 1, 10**5000)]]}, "size is an int too long to show"),
+        ({"device_traces": [[entry("alloc", 1, 5) | {"addr": [10**5000]}]]}, "addr is a list too long"),
         (
             {"device_traces": [[entry("alloc", 1, 5), entry("alloc", 1, 5)]]},
             r"\[0\]\[1\]: 1 is allocated again",

@@ -109,6 +109,13 @@ def _live_at_end(path: Path, number: int, ranges: Any) -> Iterator[tuple[str, Ev
 
 
 def _whole(place: str, name: str, value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise malformed(f"{place}: {name} is {brief(value)}, not a whole number")
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise malformed(f"{place}: {name} is {_shown(value)}, not a whole number below 2**64")
     return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        return brief(value)
+    except ValueError:  # a pickle may hold numbers with more digits than Python writes
+        return f"{type_text(type(value))} too long to show"
