@@ -159,9 +159,9 @@ class VTensorCache(DynamicCache):
                 "[VTensorCache.update] offloading=True moves K and V from a CUDA device to the host, and the "
                 "model runs on the host: make the cache without it"
             )
+        whole = next(iter(_wholes.get(self, ())), None)
         if layer_idx <= next(reversed(self._begun), layer_idx):
             self._begun = {}
-            whole = next(iter(_wholes.get(self, ())), None)
             if whole is not None and self is whole.self_attention_cache:
                 whole.cross_attention_cache._begun = {}
         try:
@@ -174,7 +174,6 @@ class VTensorCache(DynamicCache):
                 self._begun[layer_idx] = layer.get_seq_length()
             keys, values = append(key_states, value_states, layer_idx, *args, **kwargs)
         except VTensorError:
-            whole = next(iter(_wholes.get(self, ())), None)
             drop = self.drop if whole is None else partial(whole.drop, self)
             finish(partial(drop, self.layers[: layer_idx + 1]))
             raise

@@ -39,6 +39,8 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
     cumulative_length = property(get_seq_length)  # which transformers' own methods read
 
     def _assigned(self, owners: list[VTensor]) -> dict[str, Any]:
+        if not self.record_past:
+            self._trim()  # the side that stays, to the tokens that were to be seen of the other
         return {"dropped": self.get_seq_length() - min(owner.length for owner in owners)}
 
     def _held(self) -> int:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 import vtensor.integrations.transformers as package
 from transformers import GenerationMixin, LlamaConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from vtensor.integrations.tensor_parallel import in_agreement
 from vtensor.integrations.transformers import VTensorCache, VTensorLayer, VTensorSlidingWindowLayer, default
 from vtensor.integrations.transformers.release import CACHE
@@ -172,6 +173,20 @@ def test_an_interrupted_assignment_leaves_the_length(pages):
         layer.reset()
 
     assert at_every_bytecode(setup, assign, check, within=package) > 20
+
+
+def test_one_side_of_a_window_is_assigned(pages):
+    """The side that stays was longer, and was once cut at its end."""
+    theirs, ours = DynamicSlidingWindowLayer(WINDOW), VTensorSlidingWindowLayer(WINDOW, None, pages)
+    steps = [states(1, tokens, seed=tokens) for tokens in (20, 3, 1)]
+    for layer in (theirs, ours):
+        layer.update(*steps[0])
+        layer.update(*steps[1])
+        layer.keys = layer.keys * 2
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    for one, other in zip(ours.update(*steps[2]), theirs.update(*steps[2]), strict=True):
+        assert torch.equal(one, other)
+    ours.reset()
 
 
 def test_a_refused_forward_leaves_a_layer_that_it_does_not_update(pages):
