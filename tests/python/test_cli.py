@@ -206,6 +206,16 @@ def test_interrupted_while_torch_is_imported(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_interrupted_as_the_interpreter_ends(tmp_path: Path) -> None:
+    """Ctrl-C a second time, say."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, signal\natexit.register(lambda: signal.raise_signal(signal.SIGINT))\n"
+    )
+    process = start("--version", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    shown = process.communicate(timeout=60)
+    assert (process.returncode, *shown) == (130, f"vtensor {vtensor.__version__}\n".encode(), b"stopped\n")
+
+
 @pytest.mark.parametrize(
     "argv, orig_argv, is_command",
     [

@@ -1,5 +1,5 @@
 """The package's first import: ends ``python -m vtensor`` without a traceback on Ctrl-C during the import of
-torch, which takes seconds, and refuses a torch that is too old.
+torch, which takes seconds, or at the interpreter's end, and refuses a torch that is too old.
 
 Python imports the package before it runs ``__main__``. If another program imports it, Ctrl-C stays as it was.
 """
@@ -23,6 +23,13 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
+def stop_at_once() -> None:
+    """Makes Ctrl-C end the process where it is, unless it is ignored or handled: a shell that starts the
+    command in the background may have it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+
+
 def over() -> None:
     """Makes Ctrl-C a KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _stop:
@@ -35,9 +42,8 @@ def _is_command() -> bool:
     return arguments[:1] == ["-m"] and sys.orig_argv[-len(arguments)] == "vtensor"
 
 
-# A shell that starts the command in the background may have it ignore SIGINT: that stays so.
-if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _stop)
+if _is_command():
+    stop_at_once()
 
 
 def _numbers(version: str) -> list[int]:
