@@ -168,8 +168,9 @@ def test_a_closed_pipe_is_no_traceback(arguments: list[str], tmp_path: Path) -> 
     assert (ended.code, ended.err) == (141, "")
 
 
-def test_no_standard_output_at_all(tmp_path: Path) -> None:
-    command = f'exec "{sys.executable}" -m vtensor info >&-'
+@pytest.mark.parametrize("arguments", ["info", "top --once"])
+def test_no_standard_output_at_all(arguments: str, tmp_path: Path) -> None:
+    command = f'exec "{sys.executable}" -m vtensor {arguments} >&-'
     ended = run_process("sh", "-c", command, cwd=tmp_path, timeout=60)
     assert (ended.code, ended.err) == (0, "")
 

@@ -28,7 +28,7 @@ def main(*, once: bool = False, as_json: bool = False) -> int:
             found = {"budgets": budgets, "skipped": skipped}
             print(json.dumps(found, indent=None if not once else 2), flush=True)
         else:
-            terminal = sys.stdout.isatty()
+            terminal = sys.stdout is not None and sys.stdout.isatty()
             wide = shutil.get_terminal_size().columns if terminal else None
             begin = "\x1b[H\x1b[J" if terminal and not once else ""
             print(begin + "\n".join(line[:wide] for line in _lines(budgets, skipped)), flush=True)
