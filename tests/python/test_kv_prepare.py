@@ -184,8 +184,8 @@ def test_shared_pages_are_left_to_the_step(pool_of):
 
 
 def test_an_announcement_wakes_the_mapper_for_pages_to_zero(sim, stream_pool):
-    """Also where nothing is to be mapped. The pages are the slot's own, which its last owner left: it got them
-    back before that owner's kernel had ended, so the mapper had not zeroed them."""
+    """Also where nothing is to be mapped. The pages are the slot's own, which its last owner left. It got
+    them before that owner's kernel had ended, so the mapper had not zeroed them."""
     pool = stream_pool(40 * RANGES, prefetch=1 << 20)
     with make_cache(pool) as cache:
         slot = filled(cache, PROMPT)
