@@ -24,12 +24,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from html import escape
 from itertools import chain
 from multiprocessing import context, reduction
 from operator import methodcaller
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
@@ -62,8 +60,7 @@ _REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class _View:
+class _View(NamedTuple):
     """Where a tensor lies in one of the ranges that are sent."""
 
     range: int
@@ -225,7 +222,8 @@ class Reader(VTensor):
         )
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return {"text/plain": repr(self), "text/html": f"<code>{escape(repr(self))}</code>"}
+        shown = repr(self)
+        return {"text/plain": shown, "text/html": f"<code>{shown.replace('<', '&lt;')}</code>"}
 
 
 class _ParentsReader(Reader):
