@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -198,6 +200,7 @@ def test_an_announcement_wakes_the_mapper_for_pages_to_zero(sim, stream_pool):
         assert grown(cache, slot, 3)
         cache.fork(slot)
         pool.wait_idle()
+        time.sleep(0.02)  # the mapper sleeps by then
         assert not announced(cache, slot, 4)  # the step has to copy the shared page
         pool.wait_idle(timeout=5)
         assert grown(cache, slot, UNIT)
