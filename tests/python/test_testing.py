@@ -201,6 +201,28 @@ def test_the_plugin_fails_a_test_that_leaks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_plugin_ignores_a_test_that_is_expected_to_fail(tmp_path: Path) -> None:
+    """Its traceback keeps its variables, as that of any test that fails. One that passes all the same, and
+    leaks, is an error."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nusefixtures = no_leaked_pages\n")
+    result = run_with_plugin(
+        tmp_path,
+        "import pytest, vtensor\n"
+        "kept = []\n"
+        "@pytest.mark.xfail(raises=AssertionError)\n"
+        "def test_passes():\n"
+        "    kept.append(vtensor.zeros(4, 64, grow_dim=0, capacity=8))\n"
+        "@pytest.mark.xfail(raises=AssertionError)\n"
+        "def test_fails():\n"
+        "    t = vtensor.zeros(4, 64, grow_dim=0, capacity=8)\n"
+        "    assert False\n",
+    )
+    out = result.stdout
+    assert "ERROR test_it.py::test_fails" not in out and "ERROR test_it.py::test_passes" in out, out
+    assert "1 xfailed, 1 xpassed, 1 error" in out, out
+
+
+@pytest.mark.slow
 def test_the_plugin_shows_why_a_fault_ended_the_run(tmp_path: Path) -> None:
     """Though pytest holds standard error back, and loses it with the process."""
     result = run_with_plugin(
