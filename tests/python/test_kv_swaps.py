@@ -44,6 +44,24 @@ def test_what_a_layer_reads_is_there_once_it_was_waited_for(pool_factory, kind, 
         check_contents(cache, slot, range(70), SHAPES["windows"]["windows"])
 
 
+@pytest.mark.parametrize(("bands", "layer"), [(None, None), (None, 0), ([0], 0)])
+def test_what_reads_a_slot_waits_on_the_device_for_its_copies(sim, stream_pool, bands, layer):
+    """I2: a wait returns at once, and the current stream's kernels start behind the copies."""
+    with make_cache(stream_pool(pages=200), bands=1 if bands is None else 2) as cache:
+        slot = filled(cache, 40)
+        cache.swap_out(slot, bands=bands)
+        cache.wait(slot)
+        sim.hold()  # the copying stream as well
+        assert cache.swap_in(slot, bands=bands)
+        sim.release(0)
+        assert sim.pending(0) == 0
+        cache.wait(slot, layer)
+        sim.kernel(0, cache[0][0][slot, :40])
+        assert sim.pending(0) > 0  # waits
+        sim.release()
+        check_contents(cache, slot, range(40))
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize(("bands", "nth"), [(None, 2), ([0, 1], 3)])
 def test_a_swap_without_host_memory_changes_nothing(pool_factory, kind, monkeypatch, bands, nth):
