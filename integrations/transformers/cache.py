@@ -45,8 +45,7 @@ class VTensorCache(DynamicCache):
         max_len: the most tokens of a sequence, including the prompt. Reserves addresses, which cost no
             memory. None means no limit: the addresses then move when the first reservation is full. Tokens
             that assisted decoding and prompt lookup try may exceed it for a step.
-        pool: the pool of the pages. Defaults to the default pool of the device on which the model
-            runs.
+        pool: the pool of the pages. Defaults to the default pool of the device that the model runs on.
         compiled: for a forward under ``torch.compile``. A request for the masks of a step, as ``generate()``
             makes it, then maps the memory of that step. See ``prepare``.
         offloading, offload_only_non_sliding: as for ``DynamicCache``.
@@ -159,11 +158,11 @@ class VTensorCache(DynamicCache):
                 "[VTensorCache.update] offloading=True moves K and V from a CUDA device to the host, and the "
                 "model runs on the host: make the cache without it"
             )
-        whole = next(iter(_wholes.get(self, ())), None)
         if layer_idx <= next(reversed(self._begun), layer_idx):
             self._begun = {}
-            if whole is not None and self is whole.self_attention_cache:
-                whole.cross_attention_cache._begun = {}
+            for whole in _wholes.get(self, ()):
+                if self is whole.self_attention_cache:
+                    whole.cross_attention_cache._begun = {}
         try:
             if layer_idx >= len(self.layers):
                 raise InvalidArgument(
@@ -174,6 +173,7 @@ class VTensorCache(DynamicCache):
                 self._begun[layer_idx] = layer.get_seq_length()
             keys, values = append(key_states, value_states, layer_idx, *args, **kwargs)
         except VTensorError:
+            whole = next(iter(_wholes.get(self, ())), None)
             drop = self.drop if whole is None else partial(whole.drop, self)
             finish(partial(drop, self.layers[: layer_idx + 1]))
             raise
