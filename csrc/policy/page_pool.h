@@ -171,8 +171,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::shared_ptr<Client> find_cached(const RowShape& shape) const VT_LOCKED;
   // Has the oldest give up cached pages; false if there is none.
   bool evict_oldest() VT_LOCKED;
-  // Clients, cached or owned, with pages to be zeroed, which the mapper does.
+  // Clients, cached or owned, with pages to be zeroed.
   ClientList& unclean() VT_LOCKED { return unclean_; }
+  // Has the mapper zero pages of `client`: wakes it, unless `client` is listed already.
   void clean_later(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
   // Counts the private copies of all clients.
   void count_private_copies() VT_LOCKED;
