@@ -59,8 +59,8 @@ bool CudaDriver::close_copies() {
 
 void CudaDriver::copy_pages(std::span<const PageCopy> copies) {
   if (copies.empty()) return;
+  const auto deadline = steady_clock::now() + cuda_.timeout;  // also of those that wait here
   const std::lock_guard lock(scratch_mutex_);
-  const auto deadline = steady_clock::now() + cuda_.timeout;
   const RelaxedCapture relaxed(cuda_, kOperation);
   const PrimaryContext context(cuda_, kOperation);
   while (!copies.empty()) {

@@ -32,9 +32,10 @@ class CudaEvents {
     const std::lock_guard lock(mutex_);
     free_.push_back(event);
   }
-  std::vector<CUevent> all() {
+  // All of them, at the driver's end.
+  std::vector<CUevent> release() noexcept {
     const std::lock_guard lock(mutex_);
-    return all_;
+    return std::exchange(all_, {});
   }
 
  private:
@@ -92,7 +93,7 @@ void CudaDriver::open_streams() {
 void CudaDriver::close_streams() {
   // Events and streams may still be in use on the device: CUDA then frees them later.
   if (events_ == nullptr) return;
-  for (const CUevent event : events_->all()) cuda_.call(cuda_.cuEventDestroy, event);
+  for (const CUevent event : events_->release()) cuda_.call(cuda_.cuEventDestroy, event);
   for (const Stream ours : {side_stream_, copy_stream_}) {
     if (ours != 0) cuda_.call(cuda_.cuStreamDestroy, handle_of(ours));
   }

@@ -117,7 +117,7 @@ class HostDriver final : public Driver {
     for (const auto& [range, left] : reservations_) munmap(pointer(left.begin), left.size());
   }
 
-  // For the handlers of fork(2): no mapping and no range changes during a fork.
+  // For the handlers of fork(2): during a fork no range is reserved or freed.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
   // Takes the memory from a forked child (I13). A shared mapping stays shared with the child, whose
@@ -491,7 +491,7 @@ class HostDriver final : public Driver {
   std::size_t page_size_ = 0;
   std::uint64_t handles_ = 0;  // in the memfd
   std::atomic<Handle> next_handle_{0};
-  // Held while a mapping or a range changes, and during a fork.
+  // Held while a range is reserved or freed, and during a fork.
   std::mutex mutex_;
   std::map<Address, Interval> reservations_;  // all addresses by those of the range
   Descriptor memfd_;                          // -1 in a forked child

@@ -43,7 +43,7 @@ Heap::Heap(const std::shared_ptr<PagePool>& pool) : pool_(pool) {
 }
 
 Heap::~Heap() {
-  for (const std::shared_ptr<Region>& region : regions()) region->abandon();
+  for (const auto& [base, region] : regions_) region->abandon();
 }
 
 std::vector<std::shared_ptr<Heap::Region>> Heap::regions() const {

@@ -58,7 +58,7 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
   return slot;
 }
 
-// Maps the slot's promised prefix; called before anything reads or grows the slot's pages.
+// Maps the slot's deferred prefix; called before anything reads or grows the slot's pages.
 void SlotCache::finish_prefix(const Caller& caller, std::size_t slot) {
   if (!is_deferred(slot)) return;
   for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) buffer->accept_deferred(caller);

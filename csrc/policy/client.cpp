@@ -148,9 +148,7 @@ Client::Busy::~Busy() {
 
 bool Client::is_quiet() {
   if (zeroing_) {
-    make_room_for_zeroing();
-    if (FencePtr fence = driver_.fence(driver_.side_stream()))
-      ready_after_.push_back(std::move(fence));
+    ready_after_ = fences();
     zeroing_ = false;
   }
   return all_passed(driver_, ready_after_);

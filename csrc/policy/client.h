@@ -225,7 +225,8 @@ class Client : public std::enable_shared_from_this<Client> {
   void make_room_for_zeroing() VT_LOCKED;
   // Wants no more pages ahead. What is mapped in part goes.
   void give_up_ahead() VT_LOCKED;
-  // A placed client's is kept by its host, so that the slot's next owner does not drop it.
+  // The next operation raises `error`. A placed client's host keeps it, so that the slot's next
+  // owner does not drop it.
   void failed(std::exception_ptr error) VT_LOCKED;
   // A generation that covers `indices` of every row, or an arena's pages of `bytes`.
   Generation* publish_locked(Interval indices, Interval bytes = {}) VT_LOCKED;
@@ -241,13 +242,13 @@ class Client : public std::enable_shared_from_this<Client> {
   bool reserved_ VT_GUARDED = false;  // the range is not freed yet
   bool is_tensor_ VT_GUARDED = true;  // counted as one while it has an owner
   bool busy_ VT_GUARDED = false;      // a thread makes driver calls for it without the lock
-  // Of the Busy that there is.
+  // The thread whose Busy holds the client; none during the worker's steps.
   std::thread::id busy_thread_ VT_GUARDED;
   // Callers that wait until the client is not busy; the mapper lets them go first.
   std::size_t waiting_ VT_GUARDED = 0;
   // Fences that the next stream to use ready or cached pages waits for.
   std::vector<FencePtr> ready_after_ VT_GUARDED;
-  // Pages may be zeroed in the side stream, whose fence was refused: is_quiet() makes another.
+  // Pages may still be zeroed by work that ready_after_ has no fence of: is_quiet() adds one.
   bool zeroing_ VT_GUARDED = false;
   std::size_t evicted_ VT_GUARDED = 0;  // cached pages, so far; counted by arenas
   PendingWork work_ VT_GUARDED;

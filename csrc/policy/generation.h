@@ -29,7 +29,7 @@ struct Generation final : Ended {
 
   std::shared_ptr<Client> client;
   Interval indices;       // the same in every row
-  Interval bytes;         // of an arena, which need their pages until this ends
+  Interval bytes;         // of an arena; their pages stay in use until this ends
   std::size_t place = 0;  // in its client's list
   bool is_owner = false;  // stands for the owner, not for a storage
   bool is_lease = false;  // of a kernel that is about to be launched, not of a graph

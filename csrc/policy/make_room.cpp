@@ -110,13 +110,13 @@ bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
   for (bool unlocked = false;; unlocked = true) {
     const std::size_t free = free_pages(pages, private_copies);
     const bool in_budget = free >= pages;
-    const std::size_t missing = in_budget ? sub_sat(pages, store.spare()) : pages - free;
+    const std::size_t missing = in_budget ? sub_sat(pages, store.releasable()) : pages - free;
     if (in_budget && pages <= store.beside_reserve()) {
       try {
         if (!store.make_ready(lock, pages)) return unlocked;
       } catch (const DeviceOutOfMemory&) {
         // Without the lock others may have given back what is missing.
-        const std::size_t still = sub_sat(pages, store.spare());
+        const std::size_t still = sub_sat(pages, store.releasable());
         if (still != 0 && !take_back(lock, request, still)) throw;
       }
     } else if (!take_back(lock, request, missing)) {

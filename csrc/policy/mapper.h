@@ -3,7 +3,7 @@
 // back free memory beyond what the pool keeps, and gives memory up for other pools of a shared
 // budget. A caller that needs a page before it is ready maps it itself.
 //
-// It never calls Python and holds no lock while it makes driver calls or waits (I11).
+// It never calls Python, and holds no lock while it maps, zeroes or unmaps pages, or waits (I11).
 #pragma once
 
 #include <chrono>

@@ -211,7 +211,7 @@ void Buffer::ahead_changed() {
 bool Buffer::is_ready(Interval positions, std::size_t written) const {
   const std::size_t end = indices_of(positions).end;
   if (end > ready_end_) return false;
-  if (end > extent_.end && !ready_after_.empty()) return false;
+  if (end > extent_.end && (zeroing_ || !ready_after_.empty())) return false;
   if (!shares()) return true;
   const Interval own = indices_of({std::min(written, positions_.end), positions.end});
   return range_.first_not(own, is_writable) >= own.end;

@@ -49,7 +49,7 @@ struct Buffer::Growing {
   // Zeroes and unshares: the driver calls beside mapping new pages.
   void finish(PoolLock& lock) VT_LOCKED {
     if (unordered) buffer.order(caller.stream);
-    range.make_clean(range.unclean_in(added), caller.stream);
+    range.make_clean(lock, range.unclean_in(added), caller.stream);
     buffer.unshare_runs(lock, caller, copy_on_write, growth.stale);
   }
 
@@ -155,8 +155,10 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
     redeem(promised);
   } catch (...) {
     redeem(promised);
-    for (Growing& one : all)
+    for (Growing& one : all) {
       one.buffer.work_.note(caller);  // what came goes after the caller's work
+      one.buffer.zeroing_ = true;     // and is used after its zeroing, in whichever stream
+    }
     throw;
   }
   // From here on nothing can fail.

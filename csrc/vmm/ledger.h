@@ -71,7 +71,7 @@ class Ledger {
   static std::pair<std::vector<Survey>, std::vector<std::string>> survey(
       std::chrono::nanoseconds patience);
 
-  // Not two at a time, as all that follows.
+  // Calls of these, and of all functions below, must not overlap.
 
   // Charges up to `bytes` in all, which is more than is held; or false if the limit has less left.
   // Throws DriverError, TimedOut, and Error if the file was removed or cut: nothing is changed

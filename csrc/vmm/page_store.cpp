@@ -110,19 +110,24 @@ void PageStore::promise(std::ptrdiff_t pages) {
 
 std::size_t PageStore::beside_reserve() const {
   if (options_.device_reserve == 0) return budget();
-  return spare() + in_pages(sub_sat(driver_.free_memory(), options_.device_reserve));
+  return releasable() + in_pages(sub_sat(driver_.free_memory(), options_.device_reserve));
 }
 
 void PageStore::break_down(const std::exception_ptr& cause) noexcept {
   if (is_broken_.load(std::memory_order_relaxed)) return;
-  const auto said = [](std::string call, long code, std::string name, const char* what) {
-    return std::make_exception_ptr(
-        DriverError(std::move(call), code, std::move(name),
-                    "[Pool] the pool is broken, because a change of its mappings could not be "
-                    "undone (",
-                    what,
-                    "), and maps and unmaps nothing more: copy what you need from views, which "
-                    "stay readable, close the pool and make another"));
+  const auto said = [&cause](const std::string& call, long code, const std::string& name,
+                             const char* what) {
+    try {
+      return std::make_exception_ptr(
+          DriverError(call, code, name,
+                      "[Pool] the pool is broken, because a change of its mappings could not be "
+                      "undone (",
+                      what,
+                      "), and maps and unmaps nothing more: copy what you need from views, which "
+                      "stay readable, close the pool and make another"));
+    } catch (const std::bad_alloc&) {
+      return cause;
+    }
   };
   try {
     std::rethrow_exception(cause);
@@ -136,9 +141,9 @@ void PageStore::break_down(const std::exception_ptr& cause) noexcept {
 
 bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
   pages = std::min(pages, left());
-  if (driver_.traits().adjacent_handles || spare() >= pages) return false;
+  if (driver_.traits().adjacent_handles || releasable() >= pages) return false;
   if (!charge(pages)) return false;
-  const std::size_t missing = pages - spare();
+  const std::size_t missing = pages - releasable();
   std::vector<Page*> fresh;  // in no list without the lock
   std::size_t made = 0;
   std::exception_ptr error;

@@ -296,8 +296,12 @@ void Reservation::zero(std::span<const Run> runs, Stream stream) const {
   for (const Run& run : runs) zero({address(run), run.indices.size() * page_size_}, stream);
 }
 
-void Reservation::make_clean(std::span<const Run> runs, Stream stream) {
-  zero(runs, stream);
+void Reservation::make_clean(PoolLock& lock, std::span<const Run> runs, Stream stream) {
+  if (runs.empty()) return;
+  {
+    const Unlocked unlocked(lock);
+    zero(runs, stream);
+  }
   for (const Run& run : runs)
     each_page(run, [this](Page* page) VT_LOCKED { page->last_owner = owner_; });
 }

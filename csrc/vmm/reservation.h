@@ -47,7 +47,7 @@ class Reservation : public PageTable {
   struct Arrival {
     std::vector<Run> runs;
     // Pages that have owners already, run after run: not taken from the store, not zeroed. `claim`
-    // alone reads them.
+    // alone reads the pages; later steps ask whether there are any.
     std::span<Page* const> given;
     EntryState state = EntryState::writable;  // of the entries, once mapped
     bool ahead = false;  // mapped by the mapper, which zeroes in the side stream
@@ -151,9 +151,10 @@ class Reservation : public PageTable {
 
   void zero(Bytes bytes, Stream stream) const;
   void zero(std::span<const Run> runs, Stream stream) const;
-  // Runs of pages in `indices` with another owner's bytes, `most` pages in all; zeroes such runs.
+  // Runs of pages in `indices` with another owner's bytes, `most` pages in all; zeroes such runs,
+  // without the lock.
   std::vector<Run> unclean_in(Interval indices, std::size_t most = SIZE_MAX) const VT_LOCKED;
-  void make_clean(std::span<const Run> runs, Stream stream) VT_LOCKED;
+  void make_clean(PoolLock& lock, std::span<const Run> runs, Stream stream) VT_LOCKED;
 
   void check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const VT_LOCKED;
 

@@ -125,6 +125,19 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   CHECK(pool->counts().used == 0);
 }
 
+// What a growth is to unshare is promised memory, which it takes once the new pages are mapped.
+TEST_CASE("memory that a growth was promised is no other growth's (I5)") {
+  const Scene scene(8);
+  const auto& [control, caller, pool] = scene;
+  PoolLock lock(pool);
+  CHECK(MakeRoom(*pool).ready(lock, "test", 2));
+  const std::uint64_t made = control.calls("cuMemCreate");
+  pool->store().promise(2);
+  CHECK(MakeRoom(*pool).ready(lock, "test", 1));
+  pool->store().promise(-2);
+  CHECK(control.calls("cuMemCreate") == made + 1);
+}
+
 // Two of four pages are wanted ahead while the other tensor has them all.
 TEST_CASE("pages are wanted as long as some are on their way out, and no longer") {
   constexpr double kBusy = 100;  // ms
@@ -210,6 +223,85 @@ TEST_CASE("pages on their way out count once as memory to come, and shared ones 
     parent->abandon();
   }
   control.release(caller.stream);
+}
+
+// The work of the last owner keeps the mapper from zeroing the pages.
+TEST_CASE("the lock is free while a growth zeroes what the last owner left") {
+  const Scene scene(8, {.cache = 8 * kBytes});
+  const auto& [control, caller, pool] = scene;
+  const Caller last{"test", static_cast<Stream>(control.make_stream(0)), false};
+  const RowShape shape{1, kBytes, 4, 0, false};
+  auto owner = std::make_unique<Owner>(pool, last, shape);
+  owner->grow(2, false);
+  control.hold(last.stream);
+  owner.reset();
+  owner = std::make_unique<Owner>(pool, caller, shape);
+  CHECK(pool->events().tensors_reused == 1);
+  const std::uint64_t before = control.calls("cuMemsetD8Async");
+  REQUIRE(control.hold_calls("cuMemsetD8Async", 1) == 0);
+  std::thread works([&] { owner->grow(2, false); });
+  CHECK(comes_true([&] { return control.calls("cuMemsetD8Async") > before; }));
+  CHECK(comes_true([&] { return bool(PoolLock(pool, std::try_to_lock)); }));
+  REQUIRE(control.hold_calls("cuMemsetD8Async", 0) == 0);
+  works.join();
+  control.release(last.stream);
+}
+
+// The second tensor's zeroing is refused, so the first one has not grown either. Until then the
+// mapper is kept from looking at them. It has mapped before it unmaps, so that it maps next.
+TEST_CASE("what a refused growth has zeroed is used after the zeroing, in any stream (I8)") {
+  const Scene scene(8, {.prefetch = 8 * kBytes, .cache = 8 * kBytes});
+  const auto& [control, caller, pool] = scene;
+  const Caller other{"test", static_cast<Stream>(control.make_stream(0)), false};
+  const RowShape shape{1, kBytes, 4, 0, false}, of_second{1, kBytes, 3, 0, false};
+  const std::shared_ptr<Buffer> slow = Buffer::create(pool, shape, caller);
+  const std::shared_ptr<Buffer> wants = Buffer::create(pool, shape, caller);
+  slow->grow(caller, {0, 2}, false);
+  const auto await_busy = [&](const Client& client) {
+    CHECK(comes_true([&] {
+      const PoolLock lock(pool);
+      return client.busy();
+    }));
+  };
+  REQUIRE(control.hold_calls("cuMemMap", 1) == 0);
+  wants->prepare(1);
+  await_busy(*wants);
+  REQUIRE(control.hold_calls("cuMemUnmap", 1) == 0);
+  slow->shrink_to({0, 1});
+  REQUIRE(control.hold_calls("cuMemMap", 0) == 0);
+  await_busy(*slow);
+  std::shared_ptr<Buffer> second = Buffer::create(pool, of_second, other);
+  second->grow(other, {0, 2}, false);
+  second->abandon();
+  second = Buffer::create(pool, of_second, other);
+  CHECK(pool->events().tensors_reused == 1);
+  const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, other);
+
+  control.hold(caller.stream);
+  REQUIRE(control.fail("cuMemsetD8Async", 1, 1, cuda::CUDA_ERROR_UNKNOWN) == 0);
+  std::vector<Growth> growths;
+  for (const auto& one : {first, second}) growths.push_back({one.get(), {0, 2}, {0, 2}});
+  CHECK_THROWS_AS(Buffer::grow_all(caller, growths, false), DriverError);
+  SUBCASE("as a growth finds it") {}
+  SUBCASE("as it is ready") {
+    first->prepare(2);
+    REQUIRE(control.hold_calls("cuMemMap", 1) == 0);
+    wants->prepare(2);
+  }
+  REQUIRE(control.hold_calls("cuMemUnmap", 0) == 0);
+  CHECK(comes_true([&] {
+    const PoolLock lock(pool);
+    return !first->hooks.wanting.linked();
+  }));
+  if (!first->grow_within(other, {0, 2})) first->grow(other, {0, 2}, false);
+  REQUIRE(control.hold_calls("cuMemMap", 0) == 0);
+  CHECK(control.launch(other.stream, first->address_of(0, 0), 2 * kBytes, 7) == 0);
+  control.run();
+  control.release(caller.stream);
+  control.run();
+  const char* const bytes = reinterpret_cast<char*>(first->address_of(0, 0));
+  CHECK(std::all_of(bytes, bytes + 2 * kBytes, [](char byte) { return byte == 7; }));
+  for (const auto& one : {first, second, slow, wants}) one->abandon();
 }
 
 TEST_CASE("free pages that a refused look-ahead has taken are free again") {

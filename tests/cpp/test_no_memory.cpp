@@ -575,6 +575,25 @@ TEST_CASE("the end of a fence needs no memory, whichever allocation was refused 
   }
 }
 
+TEST_CASE("the end of a driver and of a heap, and the mark of a broken pool, need no memory") {
+  std::unique_ptr<Driver> driver = make_cuda_driver(simulated(kPage));
+  const FencePtr fence = driver->fence(driver->side_stream());
+  const auto pool = PagePool::create(OnHost::open(), {.budget = kPages * kPage});
+  std::unique_ptr<Heap> heap = std::make_unique<Heap>(pool);
+  const Address at = heap->allocate(kCaller, kPage);
+  heap->free(kCaller, at);
+  const std::exception_ptr cause = std::make_exception_ptr(Error("no undo"));
+  allowed = 0;
+  driver.reset();
+  heap.reset();
+  {
+    const PoolLock lock(pool);
+    pool->store().break_down(cause);
+  }
+  allowed = -1;
+  CHECK(pool->store().broken() == cause);
+}
+
 TEST_CASE("a page that was imported is given back") {
   refuse_each_allocation([](DriverBench& bench) {
     const ExportedPage page = bench.driver->export_page(bench.old[0]);
