@@ -83,14 +83,14 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
-    num_splits: int = 0,
+    softcap: float = 0.0,
     **others: Any,
 ) -> torch.Tensor:
     """FlashAttention 2's function of that name: q ``[B, Sq, Hq, D]``, caches ``[rows, S, Hkv, D]``.
 
     The host reads lengths, left pads and batch indices in tensors, and waits for the device to do so.
     """
-    others.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
+    others.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table, softcap=softcap)
     _refuse_others("flash_attn_with_kvcache", **others)
     batch, window = q.shape[0], _window(causal, window_size)
     added = 0 if k is v is None else append(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
@@ -160,8 +160,8 @@ def _numbers(value: Lengths, batch: int, default: int) -> list[int]:
 
 
 def _refuse_others(operation: str, **others: Any) -> None:
-    others.pop("deterministic", None)  # forward passes always are
-    others.pop("rotary_interleaved", None)
+    for hint in ("deterministic", "rotary_interleaved", "num_splits"):  # which change no result here
+        others.pop(hint, None)
     asked = sorted(
         name
         for name, value in others.items()

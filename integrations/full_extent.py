@@ -86,13 +86,13 @@ class FullExtent:
         stop = min(-(-(length + tail) // _TILE) * _TILE, max(length, owner.capacity))
         before = owner.length
         # If it is shorter, truncated positions lie past the length.
-        if stop == self._covered and before >= self._length:
-            self._length = before
-            return self
-        try:
-            self._held = owner.extend(max(0, stop - before)).alias()
-            self._held.narrow(owner.grow_dim, before, owner.length - before).zero_()
-        finally:
-            owner.truncate(before)
+        if stop != self._covered or before < self._length:
+            try:
+                self._held = owner.extend(max(0, stop - before)).alias()
+                self._held.narrow(owner.grow_dim, before, owner.length - before).zero_()
+                owner.truncate(before)
+            except BaseException:
+                owner.truncate(before)
+                raise
         self._covered, self._length = stop, before
         return self

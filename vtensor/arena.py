@@ -66,7 +66,7 @@ class Arena(Closes, Drawn):
     ``InvalidArgument``, and once it is closed ``Closed``; nothing was changed then.
 
     Args:
-        nbytes: bytes of the range; rounded up to pages.
+        nbytes: bytes of the range. The addresses behind it are rounded up to pages.
         pool: the pool of the pages; the default pool of the CPU unless given.
         zeros: CUDA: maps one read-only page of zeros wherever no other page is mapped, which costs calls when
             pages come and go.
@@ -103,7 +103,7 @@ class Arena(Closes, Drawn):
             Closed: the arena is closed.
         """
         _core.refuse_in_forked_child("Arena.tensor")
-        if self._tensor is None:
+        if self.closed or self._tensor is None:
             raise Closed("[Arena.tensor] the arena is closed: make a new one")
         return self._tensor
 

@@ -26,7 +26,7 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
-from vtensor import trace
+from vtensor import _core, trace
 from vtensor._base.arguments import type_text
 from vtensor._base.units import byte_text
 from vtensor._pictures.events import lanes, memory_points, thinned
@@ -282,6 +282,8 @@ def _over_time(axes: Axes, times: list[float], curves: list[_Curve], most: int, 
 
 def _reserved_now(events: Sequence[trace.Event]) -> int:
     """Bytes reserved for the open tensors, caches and arenas that the events name."""
+    if _core.in_forked_child():  # where none is open
+        return 0
     named = {event.tensor for event in events if event.tensor}
     owners: list[Any] = [t for pool in open_pools() for t in pool._each_tensor() if not t.closed]
     nbytes = 0

@@ -76,7 +76,7 @@ class PoolStats:
         nbytes_reserved: bytes of addresses reserved; they cost no memory.
         nbytes_by_tag: bytes that allocations take, by the ``tag`` of :func:`vtensor.memory` or
             :func:`vtensor.adopt`; 0 while they sleep.
-        tensors: open tensors.
+        tensors: open tensors, caches and arenas.
         growths_ready: growths into new pages, since the pool was made, that found them ready and made no
             driver call.
         growths_mapped: growths into new pages that had to map them.
@@ -183,6 +183,8 @@ class Pool(Closes, Drawn):
             budget, zero, prefetch, cache, spare, device_reserve, shared_budget=shared_budget
         )
         if device.type == "cpu":
+            if rdma:
+                raise InvalidArgument("[Pool] rdma is for memory of a CUDA device: leave it out for the CPU")
             core = _core.host_pool(page_size=size, options=options, shareable=bool(shareable))
         elif device.type == "cuda":
             index = device.index
@@ -349,9 +351,10 @@ class Pool(Closes, Drawn):
         their state dicts meanwhile. Nothing refuses a read of ``module.weight`` itself, or a forward pass
         that ``torch.compile`` or ``torch.jit.script`` has compiled.
 
-        Until :meth:`wake`, operations on tensors, caches and arenas raise :class:`vtensor.Asleep`, and so do
-        torch's on a VTensor. Cached and prefetched pages go too, and so do the prefixes that a cache keeps
-        for later requests. Pages that are shared with something that is awake stay. Whole or nothing.
+        Until :meth:`wake`, operations that need the memory raise :class:`vtensor.Asleep`, and so do torch's
+        on a VTensor. Lengths and counts can be read, and what sleeps can be closed. Cached and prefetched
+        pages go too, and so do the prefixes that a cache keeps for later requests. Pages that are shared with
+        something that is awake stay. Whole or nothing.
 
         Args:
             contents: ``"host"``: kept in host memory; a folder: kept in a temporary file there, which has no

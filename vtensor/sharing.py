@@ -103,7 +103,6 @@ class Reader(VTensor):
     _core: ReaderCore  # type: ignore[assignment]
     _whole: torch.Tensor  # of the tensor's capacity
     _grow_dim: int
-    _words: list[int]  # begin and end of the positions that are shown
     _lock: threading.RLock  # of what changes the tensor; reentrant: a finalizer may close it in a sync
 
     def sync(self) -> bool:
@@ -126,9 +125,9 @@ class Reader(VTensor):
             try:
                 changed = ReaderCore.sync(self._core)
             finally:
-                words = self._core.words  # also where pages could not be unmapped
-                if words != self._words:
-                    self._show(*words)
+                begin, end = self._core.words  # also where pages could not be unmapped
+                if (begin, end - begin) != (self._begin, self.length):
+                    self._show(begin, end)
                     changed = True
         return changed
 
@@ -138,7 +137,10 @@ class Reader(VTensor):
         sizes[dim] = end - begin
         with without_modes():
             torch.Tensor.set_(self, whole.untyped_storage(), begin * strides[dim], sizes, strides)  # type: ignore[call-overload]
-        self._words = [begin, end]
+
+    @property
+    def _begin(self) -> int:
+        return self.storage_offset() // self._whole.stride(self._grow_dim)
 
     # -- reading
 
@@ -157,7 +159,7 @@ class Reader(VTensor):
 
     @property
     def length(self) -> int:
-        return self._words[1] - self._words[0]
+        return self.shape[self._grow_dim]
 
     @property
     def capacity(self) -> int:
@@ -174,8 +176,7 @@ class Reader(VTensor):
 
     @property
     def address(self) -> int:
-        item = self._whole.stride(self._grow_dim) * self._whole.itemsize
-        return self._whole.data_ptr() + self._words[0] * item
+        return self._whole.data_ptr() + int(self.storage_offset()) * self.itemsize
 
     @property
     def nbytes_mapped(self) -> int:
@@ -362,8 +363,7 @@ class ObjectReader(Closes):
 
     def close(self) -> None:
         """As :meth:`Reader.close`."""
-        self._tensors.clear()
-        ReaderCore.close(self._core)
+        ReaderCore.close(self._core, self._tensors)
 
     def __repr__(self) -> str:
         core = self._core

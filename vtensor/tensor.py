@@ -179,13 +179,13 @@ class VTensor(torch.Tensor, Drawn):
             InvalidArgument: if ``index`` is empty or out of range, or ``grow_dim == 0``.
             OutOfPages, DriverError: as for :meth:`fork`. Nothing was changed.
         """
-        if isinstance(index, torch.Tensor):
-            if index.dtype == torch.bool or index.is_floating_point():
-                raise InvalidArgument(
-                    f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does"
-                )
+        if isinstance(index, torch.Tensor) and (index.dtype == torch.bool or index.is_floating_point()):
+            raise InvalidArgument(
+                f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does"
+            )
+        if not isinstance(index, (list, tuple)):
             index = items("VTensor.reindex", "index", index, "integers, as mask.nonzero() does")
-        elif isinstance(index, (list, tuple)) and bool in map(type, index):  # True is an integer to Python
+        if bool in map(type, index):  # True is an integer to Python
             raise InvalidArgument("[VTensor.reindex] index is a mask: give integers, the places of its True")
         _core.reindex([self._core], [self], [index], [])
         return self

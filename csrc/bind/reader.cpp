@@ -154,7 +154,14 @@ void bind_reader(nb::module_& module) {
           "files"_a, "words"_a, "cuda_library"_a)
       .def("sync", &ReaderCore::sync)
       .def("storage", &ReaderCore::storage, "range"_a, "offset"_a, "nbytes"_a)
-      .def("close", &ReaderCore::close)
+      // With `shown`, which its views leave in the same call.
+      .def(
+          "close",
+          [](ReaderCore& core, nb::dict shown) {
+            PyDict_Clear(shown.ptr());
+            core.close();
+          },
+          "shown"_a = nb::dict())
       .def("require_open", &ReaderCore::require_open)
       .def_prop_ro("closed", &ReaderCore::closed)
       .def_prop_ro("left_behind", &ReaderCore::left_behind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import test_sleep
@@ -221,6 +222,8 @@ class Memory(Scene):
 
     def facts(self):
         if self.arena.closed:
+            with pytest.raises(vtensor.Closed):
+                self.arena.tensor.numel()
             return "closed"
         moved = self.layer.weight.data_ptr() != self.address
         return self.arena.stats().pages_active, self.blocks.mapped, self.heap.counts().allocations, moved

@@ -78,6 +78,14 @@ def test_arguments_keep_their_order(host, seen, backend):
         assert seen.got["k"] is new and seen.got["cache_seqlens"] == 5 and seen.got["num_splits"] == 3
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_a_soft_cap_by_position_is_one_to_torch_too(host, softcap):
+    k, v = caches(host, length=5)
+    given = (None, None, None, None, 5, None, None, None, None, True, (-1, -1), softcap)
+    with pytest.raises(vtensor.InvalidArgument, match="softcap") if softcap else contextlib.nullcontext():
+        shims.flash_attn_with_kvcache(noise(2, 1, HEADS, SIZE), k, v, *given, backend="torch")
+
+
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"])
 def test_both_tensors_are_leased_while_the_kernel_is_launched(host, seen, leases, name):
     k, v = caches(host, rows=1, length=5)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vtensor.integrations import full_extent
 from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
+from interrupts import at_every_bytecode
 from support import SHAPE_OF_A_MESSAGE
 
 PER_PAGE = 32  # positions of [., ., 2, 16] in float32 to a page
@@ -64,6 +66,17 @@ def test_what_was_truncated_inside_a_covered_tile_is_zeroed(host):
     t.fill_(1)
     full.cover(60)
     assert full.tensor[:, :128].isfinite().all() and t.length == 60
+
+
+def test_an_interrupted_cover_leaves_the_length(host):  # I17
+    t = growing(host, 5)
+    full = FullExtent(t)
+
+    def check(_, outcome):
+        assert t.length == 5
+        assert not full.cover(300).tensor[:, 5:384].any()
+
+    assert at_every_bytecode(lambda: full.cover(1), lambda _: full.cover(300), check, within=full_extent) > 9
 
 
 def test_pages_behind_a_shorter_length_go_back(host):  # I4

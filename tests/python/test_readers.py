@@ -36,7 +36,7 @@ from reader_process import (
     rows,
     write_and_die,
 )
-from support import eventually, kernel_mappings, open_files, open_pool, run_program, simcuda_library
+from support import eventually, kernel_mappings, open_files, open_pool, received, run_program, simcuda_library
 from vtensor import VTensor, sharing, testing
 from vtensor._base.units import byte_text
 from vtensor._pool import sleep as _sleep
@@ -663,6 +663,34 @@ def test_handing_over_that_is_interrupted_leaves_no_descriptor(pool, monkeypatch
     hand_over(None).close()
     gc.collect()
     assert at_every_bytecode(setup=open_files, operation=hand_over, check=check) > 50
+
+
+def test_an_interrupted_sync_shows_all_of_one_moment(pool):  # I17
+    t = rows(pool, 10)
+    reader = received(t)
+
+    def grow() -> None:
+        t.append(torch.ones(2, 1, 64))
+
+    def check(_: Any, outcome: Outcome) -> None:
+        assert reader.length == reader.shape[1]
+        reader.sync()
+        assert torch.equal(reader, t)
+
+    assert at_every_bytecode(grow, lambda _: reader.sync(), check, within=sharing) > 20
+    reader.close()
+
+
+def test_an_interrupted_close_of_a_reader_of_tensors_is_whole(pool):  # I17
+    arena = vtensor.Arena(1 << 16, pool=pool)
+
+    def check(reader: Any, outcome: Outcome) -> None:
+        if not reader.closed:
+            assert reader.tensor.shape == (1 << 16,)
+        reader.close()
+
+    close = sharing.ArenaReader.close
+    assert at_every_bytecode(lambda: received(arena), close, check, within=sharing) > 0
 
 
 def test_each_refused_call_of_a_writer_leaves_it_as_it_was(pool):

@@ -39,6 +39,7 @@ t.unshare(<-1, 3 | 3, 99 | 4, 2 | 7, 7 | 0, 2**63>) -> 6
 t.unshare(NO_INTEGER, 3)
 t.unshare(0, NO_INTEGER)
 t.reindex([0])
+rows.reindex(<{1, 0} | {0: 1}>) -> give integers
 rows.reindex(<5 | None | [] | [[0], [1]] | ['a'] | 'ab' | torch.ones(2, 2).long() | [5] | [-3] | [2**63]>)
 rows.reindex([NO_INTEGER])
 rows.reindex(<torch.tensor([True, False]) | [True, False] | (False, True)>) -> give integers
@@ -98,6 +99,7 @@ pool_of(shared_budget=<'\\udc80' | 'a\\0b' | '' | 5>) -> give the name of a shar
 pool_of(shared_budget='a/b') -> shared
 pool_of(shared_budget='x' * 65) -> 1 to 64
 vtensor.Pool(shared_budget='a') -> budget is not given
+vtensor.Pool(rdma=True) -> leave it out for the CPU
 <vtensor.Pool | vtensor.default_pool>(<'blah' | [] | 1.5 | 'cuda:x' | 'meta' | 'mps'>)
 setattr(pool, 'budget', <NO_BYTES | 0 | -1 | 2**63>) -> budget
 pool.wait_idle(<'x' | None | [] | 2j | 0 | -1 | math.nan | math.inf | 1e12 | 10**400>) -> timeout

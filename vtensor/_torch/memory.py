@@ -103,7 +103,7 @@ def adopt(
     Args:
         what: a module: its parameters and buffers; an optimizer: its state, which most make at their first
             step; or tensors, such as gradients.
-        pool: the default pool of the CPU unless given.
+        pool: the default pool of the first tensor's device unless given.
         tag: a name for this memory, as for :func:`memory`.
 
     Returns:
@@ -120,8 +120,9 @@ def adopt(
         Closed: the pool is closed. In all cases everything is as before.
     """
     tensors = _tensors_of(what)
-    pool = default_pool() if pool is None else of_type("adopt", "pool", pool, Pool)
-    heap = pool._heap("adopt", tag_of("adopt", tag))
+    if pool is None:
+        pool = default_pool(tensors[0].device if tensors else "cpu")
+    heap = of_type("adopt", "pool", pool, Pool)._heap("adopt", tag_of("adopt", tag))
     owner = what if isinstance(what, (torch.nn.Module, torch.optim.Optimizer)) else None
     return while_awake(lambda: _move(tensors, heap, pool._tensor_device, owner))
 

@@ -60,7 +60,7 @@ class SchedulerStats:
     """The prompt tokens that published prefixes covered."""
     computed_tokens: int = 0
     left: int = 0
-    """Those that let the prompt of another begin, and were not needed for the requests that ran."""
+    """Swaps that made room for a waiting prompt. The requests that ran did not need it."""
 
 
 def decodes(work: Work) -> bool:

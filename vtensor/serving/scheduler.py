@@ -48,8 +48,8 @@ class Scheduler:
             single sequence is computed again. The cache must be able to swap.
         clock: seconds, as ``time.monotonic`` gives them.
 
-    Raises InvalidArgument for a smaller budget, one that is no whole number, a patience below 0, or promises
-    that are none. Call it from one thread.
+    Raises InvalidArgument for a smaller budget, one that is no whole number, a patience below 0, or
+    ``promises`` of another type. Call it from one thread.
     """
 
     def __init__(
@@ -591,7 +591,8 @@ class Scheduler:
         live = group.live
         if len(sources) != len(live) or not all(0 <= source < len(live) for source in sources):
             raise InvalidArgument(
-                f"[Scheduler.reorder] sources {list(sources)} of {len(live)} live sequences"
+                f"[Scheduler.reorder] sources {list(sources)} of {len(live)} live sequences: give each the "
+                f"place of one, from 0 to {len(live) - 1}"
             )
         changes: list[Change] = []
         for sequence, source in zip(live, sources, strict=True):
