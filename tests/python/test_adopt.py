@@ -287,6 +287,32 @@ def test_what_sleeps_refuses_its_work(pool, tmp_path):
     pool.close()
 
 
+def test_what_sleeps_refuses_before_hooks_of_others_touch_it(pool):
+    model = torch.nn.utils.spectral_norm(torch.nn.Linear(20, 20))  # its hook writes to a buffer
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step(model, optimizer)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("step"))
+    for register in (model.register_state_dict_pre_hook, model.register_load_state_dict_pre_hook):
+        register(lambda *_: called.append("state"))
+    vtensor.adopt(model, pool)
+    vtensor.adopt(optimizer, pool)
+    saved = {name: t.clone() for name, t in model.state_dict().items()}
+    called.clear()
+    pool.sleep(contents="host")
+    for work, *given in ((model, torch.ones(20)), (model.state_dict,), (model.load_state_dict, saved)):
+        with pytest.raises(vtensor.Asleep):
+            work(*given)
+    with pytest.raises(vtensor.Asleep):
+        optimizer.step()
+    assert called == []
+    pool.wake()
+    step(model, optimizer)
+    assert called == ["step"]
+    del model, optimizer, work
+    pool.close()
+
+
 def test_a_part_whose_whole_is_gone_refuses_its_work(pool):
     whole = torch.nn.Sequential(torch.nn.Linear(3, 3))
     vtensor.adopt(whole, pool)

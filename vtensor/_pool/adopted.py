@@ -58,6 +58,10 @@ class Adopted:
         # No bytecode of ours comes between a hook and the record of it (I17).
         self._hooks.update(map(operator.call, steps, repeat(_refuse_step)))
         self._hooks.update(map(operator.call, registers, repeat(_refuse)))
+        for hook in self._hooks.copy():  # before others, which may touch what sleeps
+            beside = hook.hooks_dict_ref()
+            if beside is not None and hook.id in beside:
+                beside.move_to_end(hook.id, last=False)
 
     def let_go(self) -> None:
         gone = self._hooks.copy()  # not those of a sleep that a signal handler begins meanwhile
