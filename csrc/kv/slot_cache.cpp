@@ -270,6 +270,7 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
 }
 
 bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths) {
+  lengths_->require_possible(caller, lengths, {});
   {
     const PoolLock lock(pool_);
     const Ledger* const ledger = pool_->store().ledger();

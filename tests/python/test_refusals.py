@@ -166,6 +166,7 @@ cache.<step | fits | prepare>(lengths(10, UNIT, 0, 7, 1)) -> slot 4 is free
 cache.<step | fits | prepare>([10]) -> 1 lengths were given for 6 slots
 cache.<step | fits | prepare>([0] * 11) -> 11 lengths were given for 6 slots
 cache.<step | fits | prepare>(lengths(-1)) -> to have -1
+cache.waits_for_others(<lengths(9, UNIT) | lengths(999, UNIT) | [10]>) -> [KVCache.waits_for_others]
 cache.<step | prepare>(lengths(10, UNIT, 4)) -> slot 2 is swapped out
 cache.fits(lengths(10, UNIT, <3 | 121 | -1>)) -> slot 2 has 4 tokens in host memory
 cache.<step | prepare>(lengths(10, UNIT, 0, 8)) -> band 1 is swapped out: call swap_in
