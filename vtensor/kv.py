@@ -313,7 +313,8 @@ class KVCache(Closes, Drawn):
             slots: a slot, or ``[n]``.
             starts: the first token to be written in each, ``[n]``.
             k, v: ``[tokens, heads, head_dim]``, those of the slots one after the other, or ``[n, tokens,
-                heads, head_dim]``, in either layout of the cache; ``v`` is None in a cache without V.
+                heads, head_dim]``, in either layout of the cache; ``v`` is None in a cache without V. They
+                may be tokens of the cache itself.
             counts: how many of the tokens each slot gets, ``[n]``; the same for all unless given.
 
         Raises:
@@ -333,6 +334,7 @@ class KVCache(Closes, Drawn):
         flat_k = checked_states("k", k, whole_k, heads_dim, layer)
         runs = runs_of(slots, starts, counts, len(flat_k))
         check_batch("k", k, runs)
+        pairs = [(flat_k, whole_k)]
         if v is not None and whole_v is not None:
             flat_v = checked_states("v", v, whole_v, heads_dim, layer)
             if len(flat_v) != len(flat_k):
@@ -340,14 +342,13 @@ class KVCache(Closes, Drawn):
                     f"[KVCache.write] k has {len(flat_k)} tokens and v {len(flat_v)}: give as many"
                 )
             check_batch("v", v, runs)
+            pairs.append((flat_v, whole_v))
         for slot in runs.slots:
             self._slot("KVCache.write", slot)
         places = self._places(runs, whole_k.device) if len(runs.slots) != 1 else None
 
         def copy() -> None:
-            store(flat_k, whole_k, heads_dim, runs, places)
-            if v is not None and whole_v is not None:
-                store(flat_v, whole_v, heads_dim, runs, places)
+            store(pairs, heads_dim, runs, places)
 
         row_group = self._layout.layers[layer][0].row_group
         CacheCore.write(self._core, row_group, layer, list(zip(*runs, strict=True)), copy)

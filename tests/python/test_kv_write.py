@@ -115,6 +115,21 @@ def test_what_is_shared_is_unshared(pool_factory, kind):
         testing.check_invariants(cache.pool)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("several", [False, True])
+def test_of_tokens_of_the_cache_itself(pool_factory, layout, several):
+    """A slot's tokens move up by one. V is what K was before."""
+    with make_cache(pool_factory("host", 400), layout=layout, layer_group=2) as cache:
+        (slot,) = slots_of(cache, 8)
+        kv_model.write(cache, slot, 0, range(8))
+        k = kv_model.rows_of(cache, cache[1][0], slot)
+        before = k.clone()
+        slots, counts = ([slot, slot], [3, 4]) if several else (slot, None)
+        cache.write(1, slots, [1, 4] if several else 1, k[:7], k[:7], counts=counts)
+        assert torch.equal(k[1:8], before[:7])
+        assert torch.equal(kv_model.rows_of(cache, cache[1][1], slot)[1:8], before[:7])
+
+
 def test_pages_to_unshare_that_are_not_to_be_had(pool_factory):
     with make_cache(pool_factory("host", 4)) as cache:  # one page a range
         (parent,) = slots_of(cache, UNIT)

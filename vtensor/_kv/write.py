@@ -117,25 +117,27 @@ def checked_states(name: str, states: Any, whole: torch.Tensor, heads_dim: int, 
 
 
 def store(
-    states: torch.Tensor,
-    whole: torch.Tensor,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     heads_dim: int,
     runs: Runs,
     places: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Copies checked states to their places; ``places`` has these, unless there is one run."""
+    """Copies checked states, K and V, to their places in the tensors that they come with; ``places`` has
+    these, unless there is one run."""
     # Of FakeTensorMode, which copies nothing, and of torch.func, which writes only to tensors of its own.
     with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
-        if places is not None:
-            slots, positions = places
-            if whole.element_size() == 1:  # torch writes bytes to several places, and not every type of one
-                states, whole = states.view(torch.uint8), whole.view(torch.uint8)
-            whole[(slots, slice(None), positions) if heads_dim == 1 else (slots, positions)] = states
-            return
-        slot = whole[runs.slots[0]]
-        slot.narrow(2 - heads_dim, runs.starts[0], runs.counts[0]).copy_(
-            states.transpose(0, 1) if heads_dim == 1 else states
-        )
+        written = {whole.untyped_storage()._cdata for _, whole in pairs}
+        # Tokens of the cache itself, which a copy might write to before they are read.
+        read = [t.clone() if t.numel() and t.untyped_storage()._cdata in written else t for t, _ in pairs]
+        for states, (_, whole) in zip(read, pairs, strict=True):
+            if places is not None:
+                slots, positions = places
+                if whole.element_size() == 1:  # torch writes bytes to several places, not every type of one
+                    states, whole = states.view(torch.uint8), whole.view(torch.uint8)
+                whole[(slots, slice(None), positions) if heads_dim == 1 else (slots, positions)] = states
+            else:
+                room = whole[runs.slots[0]].narrow(2 - heads_dim, runs.starts[0], runs.counts[0])
+                room.copy_(states.transpose(0, 1) if heads_dim == 1 else states)
 
 
 def token_ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> bytes:
