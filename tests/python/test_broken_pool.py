@@ -214,20 +214,23 @@ def test_other_pools_of_a_shared_budget_are_answered(pool_factory, kind):
     t.close()
 
 
-def test_the_default_pool_is_made_anew():
-    finished = run_snippet(
-        """
+@pytest.mark.parametrize(
+    "end", ["first.close(); assert t.closed", "breaks(first, to_break(first)); assert not t.any()"]
+)
+def test_the_default_pool_is_made_anew(end):
+    """Also where it was closed."""
+    run_snippet(
+        f"""
         from test_broken_pool import breaks, to_break
         first = vtensor.default_pool()
         t = vtensor.zeros(3, 8, grow_dim=0, capacity=10)
-        breaks(first, to_break(first))
+        {end}
         second = vtensor.default_pool()
         assert second is not first and second is vtensor.default_pool() and second.broken is None
-        assert vtensor.zeros(3, 8, grow_dim=0, capacity=10).pool is second
-        assert t.pool is first and not t.any()
+        u = vtensor.zeros(3, 8, grow_dim=0, capacity=10)
+        assert t.pool is first and u.pool is second and not u.any()
         """
-    )
-    assert finished.code == 0, finished.err
+    ).check()
 
 
 def asleep(pool):

@@ -99,19 +99,6 @@ def test_close_in_the_middle_of_shares(kind):
     assert pool.stats().pages_used == 0
 
 
-def test_a_closed_pool_may_be_replaced_as_default():
-    run_snippet(
-        """
-        first = vtensor.default_pool("cpu")
-        t = vtensor.zeros(3, 4, grow_dim=0, capacity=10)
-        first.close()
-        assert t.closed
-        u = vtensor.zeros(3, 4, grow_dim=0, capacity=10)
-        assert u.pool is vtensor.default_pool("cpu") and u.pool is not first and not u.any()
-        """
-    ).check()
-
-
 # --- interpreter exit -------------------------------------------------------------------------------------
 
 LIVE = """

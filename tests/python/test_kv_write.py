@@ -100,19 +100,18 @@ def test_what_a_window_has_given_back_of_v_alone(pool_factory, kind):
         check_contents(cache, slot, range(22), [8])
 
 
-def test_what_is_shared_is_unshared(pool_factory, kind):
+def test_what_is_shared_is_unshared(cache):
     """I6: a write to the tokens that a fork shares reaches the fork alone, and takes the pages it needs."""
-    with make_cache(pool_factory(kind, 400)) as cache:
-        (parent,) = slots_of(cache, 2 * UNIT)
-        kv_model.write(cache, parent, 0, range(2 * UNIT))
-        cache.publish(parent, range(2 * UNIT))
-        fork = cache.fork(parent)[0]
-        for layer in range(len(cache)):
-            cache.write(layer, fork, 3, **states(cache, layer, [999]))
-        check_contents(cache, parent, range(2 * UNIT))
-        check_contents(cache, fork, [*range(3), 999, *range(4, 2 * UNIT)])
-        assert cache.stats().pages_shared > 0  # the pages of the other tokens
-        testing.check_invariants(cache.pool)
+    (parent,) = slots_of(cache, 2 * UNIT)
+    kv_model.write(cache, parent, 0, range(2 * UNIT))
+    cache.publish(parent, range(2 * UNIT))
+    fork = cache.fork(parent)[0]
+    for layer in range(len(cache)):
+        cache.write(layer, fork, 3, **states(cache, layer, [999]))
+    check_contents(cache, parent, range(2 * UNIT))
+    check_contents(cache, fork, [*range(3), 999, *range(4, 2 * UNIT)])
+    assert cache.stats().pages_shared > 0  # the pages of the other tokens
+    testing.check_invariants(cache.pool)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -141,17 +140,16 @@ def test_pages_to_unshare_that_are_not_to_be_had(pool_factory):
         check_contents(cache, fork, range(UNIT))
 
 
-def test_behind_a_swap_in(pool_factory, kind):
+def test_behind_a_swap_in(cache):
     """A write over tokens that are being copied in is not overwritten by these."""
-    with make_cache(pool_factory(kind, 400)) as cache:
-        (slot,) = slots_of(cache, 100)
-        kv_model.write(cache, slot, 0, range(100))
-        cache.swap_out(slot)
-        assert cache.swap_in(slot)
-        for layer in range(len(cache)):
-            cache.write(layer, slot, 50, **states(cache, layer, [999]))
-        cache.wait(slot)
-        check_contents(cache, slot, [*range(50), 999, *range(51, 100)])
+    (slot,) = slots_of(cache, 100)
+    kv_model.write(cache, slot, 0, range(100))
+    cache.swap_out(slot)
+    assert cache.swap_in(slot)
+    for layer in range(len(cache)):
+        cache.write(layer, slot, 50, **states(cache, layer, [999]))
+    cache.wait(slot)
+    check_contents(cache, slot, [*range(50), 999, *range(51, 100)])
 
 
 @pytest.mark.parametrize("leaves", ["close", "free", "sleep"])
