@@ -98,7 +98,6 @@ def test_memory_comes_back(pool):
     testing.check_invariants(pool)
     model.to(torch.float64)  # new memory, of torch; the integers stay
     assert 0 < pool.stats().nbytes_by_tag["second"] < nbytes["second"]
-    pool.close()
 
 
 def test_whole_or_nothing_where_memory_is_short(pool_factory, kind):
@@ -108,7 +107,6 @@ def test_whole_or_nothing_where_memory_is_short(pool_factory, kind):
         vtensor.adopt(model, pool)
     assert (facts(model), storages(model)) == (before, old)
     assert pool.stats().nbytes_by_tag == {"weights": 0}
-    pool.close()
 
 
 class Subclass(torch.Tensor):
@@ -197,7 +195,6 @@ def test_an_optimizer_does_not_step_on_weights_that_sleep_in_another_pool(pool):
         pool.wake()
         optimizer.step()
         optimizer.state.clear()  # the optimizer itself is in a circle
-    pool.close()
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -233,8 +230,6 @@ def test_optimizer_state_and_gradients(pool):
     now = [p.grad.data_ptr() for p in model.parameters()]
     now += [state["exp_avg"].data_ptr() for state in optimizer.state.values()]
     assert now == in_pool
-    del model, optimizer
-    pool.close()
 
 
 def test_what_sleeps_refuses_its_work(pool, tmp_path):
@@ -284,7 +279,6 @@ def test_what_sleeps_refuses_its_work(pool, tmp_path):
         hooks = (module._forward_pre_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks)
         assert not any(hooks)
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_state_dict_pre_hooks
-    pool.close()
 
 
 def test_what_sleeps_refuses_before_hooks_of_others_touch_it(pool):
@@ -323,8 +317,6 @@ def test_a_part_whose_whole_is_gone_refuses_its_work(pool):
         part(torch.ones(3))
     pool.wake()
     assert not part._forward_pre_hooks
-    del part
-    pool.close()
 
 
 class Remembers(torch.optim.Optimizer):
@@ -347,8 +339,6 @@ def test_the_state_of_an_optimizer_need_not_be_a_dict(pool):
     pool.wake()
     optimizer.step()
     assert optimizer.state[model.weight].eq(2).all()
-    optimizer.state.clear()
-    pool.close()
 
 
 def test_state_in_lists_is_state_too(pool):
@@ -370,8 +360,6 @@ def test_state_in_lists_is_state_too(pool):
         optimizer.step(closure)
     pool.wake()
     optimizer.step(closure)
-    optimizer.state.clear(), state.clear()
-    pool.close()
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -405,8 +393,6 @@ def test_a_scripted_module_sleeps_and_wakes(pool):
         whole(torch.ones(3))
     pool.wake()
     assert torch.equal(whole(torch.ones(3)), before)
-    del whole, scripted
-    pool.close()
 
 
 def test_what_a_signal_handler_puts_to_sleep_while_it_wakes_refuses_its_work(pool, monkeypatch):
@@ -425,8 +411,6 @@ def test_what_a_signal_handler_puts_to_sleep_while_it_wakes_refuses_its_work(poo
         model(torch.ones(3))
     pool.wake()
     assert not model._forward_pre_hooks and not model._state_dict_pre_hooks
-    del model
-    pool.close()
 
 
 def test_what_is_being_copied_falls_asleep_only_after(pool, pool_factory, kind, monkeypatch):
@@ -451,8 +435,6 @@ def test_what_is_being_copied_falls_asleep_only_after(pool, pool_factory, kind, 
     assert other.stats().nbytes_asleep > 0
     other.wake()
     assert torch.equal(model.weight, kept)
-    del model
-    other.close(), pool.close()
 
 
 def test_memory_that_changes_while_it_is_copied_is_not_adopted(pool, monkeypatch):
@@ -466,7 +448,6 @@ def test_memory_that_changes_while_it_is_copied_is_not_adopted(pool, monkeypatch
     with pytest.raises(vtensor.VTensorError, match=r"while it was being copied.*nothing was moved"):
         vtensor.adopt(model, pool)
     assert model.weight.eq(1).all() and pool.stats().nbytes_by_tag == {"weights": 0}
-    pool.close()
 
 
 def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind, monkeypatch):
@@ -505,7 +486,3 @@ def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind, monkeypatch
     assert torch.equal(model.weight, kept)
     vtensor.adopt(model, other)
     assert torch.equal(model.weight, kept)
-    views.clear()
-    del model, what
-    arena.close()
-    other.close(), pool.close()
