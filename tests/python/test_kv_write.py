@@ -9,7 +9,6 @@ import torch
 
 import vtensor
 from kv_support import SHAPES, UNIT, grown, make_cache
-from vtensor import testing
 from vtensor.testing import kv_model
 from vtensor.testing.kv_model import check_contents, expected
 
@@ -98,20 +97,6 @@ def test_what_a_window_has_given_back_of_v_alone(pool_factory, kind):
             cache.write(0, slot, 9, **states(cache, 0, [1, 2]))
         cache.write(0, slot, 12, **states(cache, 0, range(12, 22)))
         check_contents(cache, slot, range(22), [8])
-
-
-def test_what_is_shared_is_unshared(cache):
-    """I6: a write to the tokens that a fork shares reaches the fork alone, and takes the pages it needs."""
-    (parent,) = slots_of(cache, 2 * UNIT)
-    kv_model.write(cache, parent, 0, range(2 * UNIT))
-    cache.publish(parent, range(2 * UNIT))
-    fork = cache.fork(parent)[0]
-    for layer in range(len(cache)):
-        cache.write(layer, fork, 3, **states(cache, layer, [999]))
-    check_contents(cache, parent, range(2 * UNIT))
-    check_contents(cache, fork, [*range(3), 999, *range(4, 2 * UNIT)])
-    assert cache.stats().pages_shared > 0  # the pages of the other tokens
-    testing.check_invariants(cache.pool)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
