@@ -88,15 +88,6 @@ def test_sizes_from_none_to_more_than_there_is(pool):
 # --- calls ------------------------------------------------------------------------------------------------
 
 
-def test_small_ones_share_pages(pool):
-    with inside(pool) as core:
-        made = [allocate(512) for _ in range(16)]
-        assert pool.stats().pages_used == 2
-        for address in made:
-            free(address)
-        empty(pool, core)
-
-
 @pytest.mark.parametrize("owner", ["heap", "other heap", "tensor", "arena"])
 def test_memory_is_found_in_what_others_keep(pool_factory, kind, owner):
     """The cached pages of other sizes, other heaps, freed tensors and arenas, however they lie."""
