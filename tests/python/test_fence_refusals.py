@@ -75,17 +75,6 @@ def test_leases_leave_no_fences_behind(sim, stream_pool):
         assert sim.calls("cuEventCreate") - sim.calls("cuEventDestroy") < 10
 
 
-@pytest.mark.parametrize("call", ["cuThreadExchangeStreamCaptureMode", "cuCtxSetCurrent"])
-def test_a_mapper_that_is_refused_its_first_calls(sim, stream_pool, call):
-    """I9: the process lives, and the mapper begins again."""
-    pool = stream_pool(prefetch=0)
-    t = quarter(pool)
-    sim.fail(call, 0, 3)
-    t.prepare(8)  # starts it
-    eventually(lambda: pool._core.driver_calls()["mapper"].get("cuMemMap"))
-    t.extend(8)
-
-
 def test_a_cached_tensor_whose_fence_cannot_be_asked(sim, stream_pool):
     """I9: not even then does the mapper end the process."""
     pool = stream_pool(prefetch=AHEAD)
