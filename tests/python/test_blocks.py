@@ -216,7 +216,6 @@ def test_neighbours_are_mapped_by_one_call(pool_factory):
     before = calls(blocks.arena.pool)
     blocks.hold([7, 1, 0, 6, 2, 5, 4, 3])
     assert calls_since(blocks.arena.pool, before)["mmap"] == LAYERS
-    blocks.arena.close()
 
 
 # --- ahead ------------------------------------------------------------------------------------------------
