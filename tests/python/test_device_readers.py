@@ -323,17 +323,24 @@ def test_a_reader_finds_the_device_whatever_its_number(make_pool):
 # -- trust and ends
 
 
+def memory_of(t):
+    """The descriptor of its memory alone."""
+    memory, of_range = opened(t)
+    os.close(of_range)
+    return memory
+
+
+def range_of(t):
+    memory, of_range = opened(t)
+    os.close(memory)
+    return of_range
+
+
 def test_what_is_no_socket_of_the_writer_is_refused(make_pool):
     t, other = rows(make_pool(), 10), rows(make_pool(), 10)
-    memory, of_range = opened(t)
-    os.close(memory)
     with pytest.raises(vtensor.InvalidArgument, match="no socket"):
-        read(os.memfd_create("other"), of_range)
-    memory, of_range = opened(t)
-    os.close(memory)
-    memory, unused = opened(other)
-    os.close(unused)
-    core = read(memory, of_range)
+        read(os.memfd_create("other"), range_of(t))
+    core = read(memory_of(other), range_of(t))
     with pytest.raises(vtensor.VTensorError, match="pages of another pool"):
         core.sync()
     core.close()
@@ -358,17 +365,13 @@ def test_a_question_for_what_is_no_page_is_refused(make_pool):
 
 def test_what_has_no_range_is_refused(make_pool):
     t = rows(make_pool(), 10)
-    memory, of_range = opened(t)
-    os.close(of_range)
     with pytest.raises(vtensor.InvalidArgument, match="it has no range"):
-        read(memory)
+        read(memory_of(t))
 
 
 def test_a_message_that_is_none_ends_that_connection_alone(make_pool):
     t = rows(make_pool(), 10)
-    memory, of_range = opened(t)
-    os.close(of_range)
-    with socket.socket(fileno=memory) as bad:
+    with socket.socket(fileno=memory_of(t)) as bad:
         bad.send(b"give me everything" * 10)
         bad.settimeout(30)
         assert bad.recv(100) == b""
@@ -382,10 +385,8 @@ def test_a_message_that_is_none_ends_that_connection_alone(make_pool):
 def asked_by_a_reader(make_pool):
     """A socket at which the test answers as a writer, the question that a sync asked there, and the sync."""
     t = rows(make_pool(), 10)
-    memory, of_range = opened(t)
-    os.close(memory)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    core = read(theirs.detach(), of_range)
+    core = read(theirs.detach(), range_of(t))
     syncing = beside(core.sync)
     yield ours, ours.recv(20_000), syncing
     ours.close()
