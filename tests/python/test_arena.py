@@ -34,12 +34,6 @@ def content(arena: vtensor.Arena, i: int) -> torch.Tensor:
     return arena.tensor[begin:end]
 
 
-@pytest.fixture
-def arena(pool_factory, kind):
-    with vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory(kind, 64)) as arena:
-        yield arena
-
-
 # --- random programs --------------------------------------------------------------------------------------
 
 
@@ -204,12 +198,8 @@ def test_the_oldest_goes_when_memory_is_short(pool_factory):
         kept = [record.index for record in arena.pages() if record.state == "cached"]
     assert kept == list(range(1, 19))  # one page was missing: the longest unused went
     assert arena.stats().pages_evicted == 1
-    assert arena.holds([(0, page), (page, 3 * page), (0, 2 * page), (19 * page, 20 * page)]) == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert arena.holds([(page, 3 * page)]) == [True]
+    assert not any(arena.holds([(0, page), (0, 2 * page), (19 * page, 20 * page)]))
 
 
 @pytest.mark.exact
@@ -372,7 +362,8 @@ def test_views_outlive_a_closed_arena(pool_factory):
 # --- arguments --------------------------------------------------------------------------------------------
 
 
-def test_nothing_asked_is_nothing_done(arena):
+def test_nothing_asked_is_nothing_done(pool):
+    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool)
     arena.map([])
     arena.map([(5, 5)])
     arena.unmap([])
