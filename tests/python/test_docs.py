@@ -176,11 +176,8 @@ def test_every_command_is_described(capsys) -> None:
 def test_figures_of_the_readme_are_those_of_a_run() -> None:
     """Its table against the alternatives, and the results of `make bench` that it names."""
     readme = (ROOT / "README.md").read_text()
-    results = json.loads(
-        (ROOT / re.search(r"\((benchmarks/results/[\w-]+)\.txt\)", readme)[1])
-        .with_suffix(".json")
-        .read_text()
-    )
+    named = re.search(r"\((benchmarks/results/[\w-]+)\.txt\)", readme)[1]
+    results = json.loads((ROOT / f"{named}.json").read_text())
     figures = {
         (figure["name"], figure["against"]): figure
         for benchmark in results["benchmarks"]

@@ -230,11 +230,8 @@ class Walk:
             with received(cache) as of_cache:
                 slot = cache.alloc()
                 cache.step([2 if i == slot else 0 for i in range(2)])
-                assert (
-                    of_cache.sync()
-                    and of_cache.lengths[slot] == 2
-                    and of_cache[0][0].shape == cache[0][0].shape
-                )
+                assert of_cache.sync() and of_cache.lengths[slot] == 2
+                assert of_cache[0][0].shape == cache[0][0].shape
             vtensor.adopt(given.shared, pool)
             of_module = received(vtensor.share(given.shared))
             assert not of_module.closed and of_module.sync() is False
