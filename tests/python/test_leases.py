@@ -307,29 +307,6 @@ def test_a_captured_lease_lasts_for_the_graphs_life(sim, pool):
     assert t.data_ptr() == address and t.eq(7).all()
 
 
-@pytest.mark.parametrize("operation", ["fork", "unshare", "extend", "reallocate"])
-def test_what_remaps_pages_waits_for_a_leased_replay(sim, stream_pool, operation):
-    """The graph keeps the pages, but only a lease says in which streams it runs."""
-    pool = stream_pool(patience=0.05)
-    stream = sim.stream()
-    t = filled(pool, 15, 1)
-    child = t.fork() if operation in ("unshare", "extend") else None
-    graph = captured(sim, pool, t, stream, writes=0)
-    executable = sim.instantiate(graph)
-    sim.hold(stream)
-    with vtensor.lease(t, stream=stream):
-        sim.replay(executable, stream)
-    arguments = {"fork": (), "unshare": (0, 15), "extend": (1,), "reallocate": (32,)}[operation]
-    with pytest.raises(vtensor.TimedOut):
-        getattr(t, operation)(*arguments)
-    sim.release(stream)
-    other = getattr(t, operation)(*arguments)
-    sim.destroy_graph(graph), sim.destroy_executable(executable)
-    for each in (t, child, other):
-        if each is not None:
-            each.close()
-
-
 def test_the_end_of_a_graph_makes_no_driver_call_in_its_thread(sim, stream_pool):
     """CUDA's callbacks may not: the simulated ones are refused there, which would show as held pages. The
     mapper unmaps, also in a pool that has none until then."""
