@@ -416,24 +416,6 @@ def test_no_memory_sleeps_under_a_lease_whose_end_was_refused(sim, stream_pool):
     pool.wake(discard=True)
 
 
-def test_growth_under_a_graph(sim, pool):
-    """A replay writes where it was captured, while the tensor grows beneath it and others take pages."""
-    stream = sim.stream()
-    t = filled(pool, 16, 1)
-    graph = captured(sim, pool, t, stream)
-    executable = sim.instantiate(graph)
-    for n in range(6):
-        t.extend(4)
-        t[-4:].fill_(n + 20)
-        sim.replay(executable, stream)
-        with filled(pool, 8, 3) as other:
-            assert other.eq(3).all()
-    assert t[:16].eq(7).all()
-    assert [int(t[16 + 4 * n, 0]) for n in range(6)] == list(range(20, 26))
-    sim.destroy_graph(graph)
-    sim.destroy_executable(executable)
-
-
 _NEVER_ENDED = """
 from stream_support import SimulatedDevice
 pool = open_pool("simcuda", patience=0.5, prefetch=1 << 20)
