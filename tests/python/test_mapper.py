@@ -87,19 +87,6 @@ def test_more_than_the_budget_is_prepared_as_far_as_it_goes(host):
     assert t.length == 63 * PER_PAGE + 1
 
 
-def test_what_is_prepared_and_not_wanted_goes_with_a_shrink_or_the_tensor(host):
-    for end in (lambda t: t.shrink(1), lambda t: t.close()):
-        t = filled(host, 5)
-        t.prepare(30)
-        host.wait_idle()
-        assert host.stats().pages_prefetched > 0
-        end(t)
-        host.wait_idle()
-        stats = check_sums(host)
-        assert stats.pages_mapped == stats.pages_active  # I4, without look-ahead
-        del t
-
-
 # --- looking ahead ----------------------------------------------------------------------------------------
 
 
