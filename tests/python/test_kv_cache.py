@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from functools import partial
@@ -210,25 +209,6 @@ def test_pages_before_a_window_go_back(pool_factory, kind):
 
 
 # -- life
-
-
-@pytest.mark.exact
-def test_views_outlive_the_cache(pool_factory, kind):
-    pool = pool_factory(kind, 400)
-    cache = make_cache(pool)
-    slot = cache.alloc()
-    grown(cache, slot, 3)
-    k = cache[0][0]
-    address = k.data_ptr()
-    cache.close()
-    pool.wait_idle(10)
-    assert pool.stats().pages_used == 0 and pool.stats().nbytes_reserved > 0
-    with make_cache(pool) as other:
-        assert other[0][0].data_ptr() != address  # kept from others while a view can read it
-    del k
-    gc.collect()
-    pool.wait_idle(10)
-    assert pool.stats().nbytes_reserved == 0  # I14
 
 
 def test_threads_take_turns(pool_factory, kind):
