@@ -191,21 +191,6 @@ def test_what_lives_when_its_pool_closes(pool_factory, kind):
     assert pool.stats().pages_used == 0
 
 
-def test_storages_outlive_their_pool(pool_factory, kind):
-    pool = caching(pool_factory, kind)
-    storage = pool._heap("adopt", "weights").core.storage(LARGE)
-    t = torch.empty(0, dtype=torch.uint8).set_(storage).fill_(3)
-    view = t[PAGE:]
-    pool.close()
-    del t, storage
-    assert view.eq(3).all()
-    assert pool.stats().pages_orphaned == 6
-    assert pool.stats().pages_active == 0
-    del view
-    pool.close()
-    assert pool.stats().pages_used == 0
-
-
 def test_unknown_addresses_are_ignored(pool):
     with inside(pool) as core:
         address = allocate(LARGE)
