@@ -52,13 +52,6 @@ def test_a_default_budget_leaves_what_other_pools_have_not_taken():
         first.close()
 
 
-def test_the_smallest_page_is_the_devices():
-    with device(granularity=8192):
-        pool = testing.simulated_cuda_pool(simcuda_library(), page_size=16384)
-        assert (pool._core.granularity, pool.page_size) == (8192, 16384)
-        pool.close()
-
-
 # -- the end of the process
 
 
