@@ -23,7 +23,6 @@ from support import (
     eventually,
     filled,
     memfds,
-    open_pool,
     quarter,
     run_snippet,
     simcuda_control,
@@ -132,16 +131,6 @@ def test_what_is_closed_stays_counted_and_goes_with_the_last_view(pool_factory, 
     pool.close()
     del view, t, beside, tensors
     eventually(lambda: pool.stats().pages_used == 0 and memfds() == descriptors)
-
-
-def test_a_pool_that_is_dropped_without_close_leaves_nothing(pool_factory, kind):
-    descriptors = memfds()
-    pool = open_pool(kind)
-    tensors = to_break(pool)
-    breaks(pool, tensors)
-    tensors[0].close()
-    del pool, tensors
-    eventually(lambda: memfds() == descriptors)
 
 
 def test_the_mapper_rests(pool_factory, kind):
