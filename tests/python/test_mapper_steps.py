@@ -97,11 +97,7 @@ assert sometimes(comes_between)
 """
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["pool.trim()", "testing.check_invariants(pool)"],
-    ids=["trim", "check"],
-)
+@pytest.mark.parametrize("what", ["pool.trim()", "testing.check_invariants(pool)"])
 def test_who_needs_quiet_waits_for_one_step(what):
     run_snippet(BACKLOG.format(what=what)).check()
 
