@@ -27,7 +27,6 @@ from support import (
     quarter,
     run_snippet,
     simcuda_disarm,
-    sometimes,
 )
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents
@@ -445,26 +444,6 @@ def test_a_late_copy_harms_no_tensor(sim, stream_pool, closed):
     other.close(), t.close(), child.close()
     pool.wait_idle()
     assert pool.stats().pages_used == 0  # I14
-
-
-def test_pages_that_leave_soon_are_waited_for_before_cached_ones_go(sim, stream_pool):
-    pool = stream_pool(pages=12, prefetch=4 * 4096, cache=4 * 4096)
-
-    def cached_ones_stay() -> bool:
-        filled(pool, 16, 1, rows=(1,)).close()
-        eventually(lambda: pool.stats().pages_cached == 4)
-        t = filled(pool, 32, 2, capacity=32)
-        sim.occupy(0, milliseconds=60)  # less than a request waits before it takes cached pages
-        t.truncate(16)
-        with filled(pool, 16, 3, capacity=16) as u:
-            cached = pool.stats().pages_cached
-            assert u.eq(3).all()
-        t.close()
-        pool.trim()
-        pool.wait_idle()
-        return cached == 4
-
-    assert sometimes(cached_ones_stay)
 
 
 # -- fences that never pass
