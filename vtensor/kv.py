@@ -130,6 +130,8 @@ class KVCache(Closes, Drawn):
         self._bytes = [
             whole_storage(CacheCore.storage(self._core, row_group, known)) for row_group in range(row_groups)
         ]
+        ends = [at for whole in self._bytes for at in (whole.data_ptr(), whole.data_ptr() + whole.numel())]
+        self._addresses = range(min(ends), max(ends))
         self._layers = self._layout.views(self._bytes, max_batch, max_len, dtype)
         pool._register(self)
 
@@ -348,7 +350,7 @@ class KVCache(Closes, Drawn):
         places = self._places(runs, whole_k.device) if len(runs.slots) != 1 else None
 
         def copy() -> None:
-            store(pairs, heads_dim, runs, places)
+            store(pairs, heads_dim, runs, places, self._addresses)
 
         row_group = self._layout.layers[layer][0].row_group
         CacheCore.write(self._core, row_group, layer, list(zip(*runs, strict=True)), copy)

@@ -121,14 +121,14 @@ def store(
     heads_dim: int,
     runs: Runs,
     places: tuple[torch.Tensor, torch.Tensor] | None,
+    own: range,
 ) -> None:
     """Copies checked states, K and V, to their places in the tensors that they come with; ``places`` has
-    these, unless there is one run."""
+    these, unless there is one run. ``own``: addresses of the cache."""
     # Of FakeTensorMode, which copies nothing, and of torch.func, which writes only to tensors of its own.
     with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
-        written = {whole.untyped_storage()._cdata for _, whole in pairs}
-        # Tokens of the cache itself, which a copy might write to before they are read.
-        read = [t.clone() if t.numel() and t.untyped_storage()._cdata in written else t for t, _ in pairs]
+        # Tokens of the cache itself are copied first: otherwise some are written to before they are read.
+        read = [t.clone() if t.data_ptr() in own else t for t, _ in pairs]
         for states, (_, whole) in zip(read, pairs, strict=True):
             if places is not None:
                 slots, positions = places
