@@ -21,7 +21,7 @@ from vtensor.integrations.full_extent import FullExtent
 import vtensor
 from interrupts import Interrupt
 from support import received, run_process, run_snippet
-from vtensor import plot, sharing, testing, together
+from vtensor import plot, sharing, testing
 from vtensor.pool import open_pools
 from vtensor.replay import read_trace
 
@@ -55,25 +55,6 @@ def test_rows_chosen_from_a_fork_show_nothing_that_its_parent_truncated(pool):
     f = t.truncate(2).fork()
     f.reindex([1, 0, 1])
     assert f.extend(5).tolist() == [[9, 9, 0, 0, 0, 0, 0]] * 3
-
-
-@pytest.mark.parametrize("derive", ["same", "fork", "reallocate", "reserve", "reindex", "front"])
-def test_zeros_extend_with_zeros(pool, derive):
-    page = pool.page_size // 4
-    t = vtensor.zeros(2, 0, grow_dim=1, capacity=64 * page, pool=pool)
-    t.extend(3 * page).fill_(7)
-    t.truncate(2 * page + 5)
-    derived = {
-        "same": lambda: t,
-        "fork": lambda: t.fork(),
-        "reallocate": lambda: t.reallocate(128 * page),
-        "reserve": lambda: together.reserve(t, 128 * page) or t,
-        "reindex": lambda: t.reindex([0, 1, 1]),
-        "front": lambda: t.shrink(2 * page, front=True),  # pages given back come again, at other slots
-    }[derive]()
-    length = derived.length
-    derived.extend(4 * page)
-    assert derived[:, :length].eq(7).all() and derived[:, length:].eq(0).all()
 
 
 def test_a_tensor_that_moved_with_a_view_alive_can_be_written(simcuda):
