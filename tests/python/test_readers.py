@@ -335,13 +335,12 @@ def test_a_reader_is_a_tensor_like_any_other(pool, other):
 
 def test_a_write_through_a_view_ends_the_process_with_a_report():
     script = """
-        import multiprocessing, torch, vtensor
+        import torch, vtensor
+        from support import received
         vtensor.explain_faults()
         pool = vtensor.Pool("cpu", shareable=True)
         t = vtensor.empty(100, 8, grow_dim=0, capacity=1000, pool=pool)
-        ours, theirs = multiprocessing.Pipe()
-        ours.send(t)
-        theirs.recv().alias()[3] = 1
+        received(t).alias()[3] = 1
     """
     ended = run_program(script)
     assert ended.code == -signal.SIGSEGV
@@ -422,9 +421,7 @@ def test_a_killed_writer_leaves_what_was_synced(tmp_path, kind):
 
 def test_a_forked_child_of_a_reader_or_writer_keeps_nothing_alive(pool):
     t = rows(pool, 1000)
-    ours, theirs = multiprocessing.Pipe()
-    ours.send(t)
-    reader = theirs.recv()
+    reader = received(t)
     child = os.fork()
     if child == 0:
         time.sleep(30)
@@ -444,12 +441,8 @@ def test_a_forked_child_of_a_reader_or_writer_keeps_nothing_alive(pool):
 @on_the_host
 def test_a_forked_child_receives_readers_and_loses_those_of_its_parent(pool):
     t = rows(pool, 100)
-    ours, theirs = multiprocessing.Pipe()
-    ours.send(t)
-    mine = theirs.recv()
     arena = vtensor.Arena(PAGE, pool=pool)
-    ours.send(arena)
-    blocks = theirs.recv()
+    mine, blocks = received(t), received(arena)
     total = float(t.double().sum())
     context = multiprocessing.get_context("fork")
     queue, back = context.Queue(), context.Queue()
@@ -513,9 +506,7 @@ def test_a_program_that_a_reader_starts_inherits_no_descriptor(pool):
 
     before = inherited()
     t = rows(pool, 100)
-    ours, theirs = multiprocessing.Pipe()
-    ours.send(t)
-    reader = theirs.recv()
+    reader = received(t)
     assert inherited() == before
     reader.close()
 

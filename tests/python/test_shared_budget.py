@@ -433,15 +433,6 @@ def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
 # -- ends
 
 
-def test_a_killed_process_gives_back_at_once(kind, name):
-    with budgeted(name, kind=kind) as pool, Other(kind, name) as other:
-        other("grow", WHOLE)
-        t = pages(pool)
-        other.kill()
-        t.extend(WHOLE)
-        assert held(pool) == (WHOLE, 0)
-
-
 def test_a_child_keeps_nothing_for_a_dead_parent(name):
     with budgeted(name) as pool, Other("host", name) as other:
         other("grow", WHOLE)
