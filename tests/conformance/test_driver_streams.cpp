@@ -54,11 +54,6 @@ DRIVER_TEST("copy_pages copies many pages behind what the side stream waits for"
   driver.copy_pages({});
 }
 
-DRIVER_TEST("free memory is reported") {
-  Bench<T> bench;
-  CHECK(bench.driver->free_memory() >= bench.page_size);
-}
-
 DRIVER_TEST("fences are made and dropped by many threads, and outlive the driver") {
   T::prepare();
   const std::string before = T::leaks();

@@ -103,6 +103,12 @@ struct HostFixture {
 
   std::uint64_t calls(Call call) const { return driver->meter().count(ThreadRole::caller, call); }
 
+  // Returns once it is done.
+  void copy(CopyDirection direction, Address at, void* host, std::size_t bytes) const {
+    driver->copy(direction, at, host, bytes, driver->copy_stream());
+    conformance::await_work(*driver, driver->copy_stream());
+  }
+
   std::size_t bytes_in_memfd() const {
     const auto fds = memfds();
     REQUIRE(fds.size() == 1);

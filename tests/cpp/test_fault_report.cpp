@@ -97,9 +97,9 @@ Action action_of(void (*handler)(int, siginfo_t*, void*), int flags = 0) {
   return action;
 }
 
-void handle(void (*handler)(int, siginfo_t*, void*), int flags = 0) {
+void handle(void (*handler)(int, siginfo_t*, void*), int flags = 0, Action* before = nullptr) {
   const Action action = action_of(handler, flags);
-  sigaction(SIGSEGV, &action, nullptr);
+  sigaction(SIGSEGV, &action, before);
 }
 
 // Another library's handler. It ends the process with 40 if it was handed the fault itself.
@@ -108,6 +108,9 @@ void exit_40(int, siginfo_t* info, void*) {
 }
 
 Action theirs_before = {};
+void call_before(int number, siginfo_t* info, void* context) {
+  theirs_before.sa_sigaction(number, info, context);
+}
 void exit_42(int) { _exit(42); }
 
 }  // namespace
@@ -232,25 +235,23 @@ TEST_CASE("an ignored signal is still ignored where it was raised, and ends what
 TEST_CASE("a handler installed after ours may put ours back and raise, or call it") {
   const std::string raises = said(-SIGSEGV, [](int to) {
     explain(to);
-    const Action theirs = action_of(
-        [](int number, siginfo_t*, void*) {
-          sigaction(number, &theirs_before, nullptr);
-          raise(number);
-        },
-        SA_NODEFER);
-    sigaction(SIGSEGV, &theirs, &theirs_before);
+    const auto put_back = [](int number, siginfo_t*, void*) {
+      sigaction(number, &theirs_before, nullptr);
+      raise(number);
+    };
+    handle(put_back, SA_NODEFER, &theirs_before);
   });
 #if defined(__x86_64__)
   CHECK(count(raises, kReport) == 1);
 #endif
   const std::string calls = said(-SIGSEGV, [](int to) {
     explain(to);
-    const Action theirs = action_of([](int number, siginfo_t* info, void* context) {
+    const auto theirs = [](int number, siginfo_t* info, void* context) {
       static int times = 0;
       if (++times == 10) _exit(52);
-      theirs_before.sa_sigaction(number, info, context);
-    });
-    sigaction(SIGSEGV, &theirs, &theirs_before);
+      call_before(number, info, context);
+    };
+    handle(theirs, 0, &theirs_before);
     explain(to);  // does not go before it: the two would call each other for ever
   });
   CHECK(count(calls, kReport) == 1);
@@ -275,14 +276,11 @@ TEST_CASE("off is off, and leaves the handlers as they were") {
   for (const bool again : {false, true}) {
     const std::string kept = said(-SIGSEGV, [&](int to) {
       explain(to);
-      const Action theirs = action_of([](int number, siginfo_t* info, void* context) {
-        theirs_before.sa_sigaction(number, info, context);
-      });
-      sigaction(SIGSEGV, &theirs, &theirs_before);
+      handle(call_before, 0, &theirs_before);
       explain_nothing();
       Action now = {};
       sigaction(SIGSEGV, nullptr, &now);
-      if (now.sa_sigaction != theirs.sa_sigaction) _exit(50);
+      if (now.sa_sigaction != call_before) _exit(50);
       if (again) explain(to);
     });
     CHECK(count(kept, kReport) == (again ? 1 : 0));

@@ -6,7 +6,6 @@
 
 #include <cstdio>
 #include <random>
-#include <thread>
 
 #include "driver/pagemap.h"
 #include "host_fixture.h"
@@ -97,9 +96,7 @@ TEST_CASE_FIXTURE(HostFixture, "a copy comes in through any mapping, whatever is
     const Address seen = driver->reserve(1);
     map_run(*driver, seen, {{shared}}, Access::writable);
     if (refuses) driver->meter().fail_after(0, 1000);
-    driver->copy(CopyDirection::in, range + 500, source.data(), source.size(),
-                 driver->copy_stream());
-    while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
+    copy(CopyDirection::in, range + 500, source.data(), source.size());
     CHECK((driver->meter().refused(Call::madvise) != 0) == refuses);
     driver->meter().disarm();
     CHECK(std::memcmp(bytes_at(range + 500), source.data(), source.size()) == 0);
@@ -108,9 +105,7 @@ TEST_CASE_FIXTURE(HostFixture, "a copy comes in through any mapping, whatever is
     CHECK(byte_at(seen + 5000) == 0);  // stores do not reach a copy-on-write page
 
     std::reverse(source.begin(), source.end());
-    driver->copy(CopyDirection::in, range + 500, source.data(), source.size(),
-                 driver->copy_stream());  // to memory that is there
-    while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
+    copy(CopyDirection::in, range + 500, source.data(), source.size());  // to memory that is there
     CHECK(std::memcmp(bytes_at(range + 500), source.data(), source.size()) == 0);
   }
 }
@@ -134,9 +129,7 @@ TEST_CASE_FIXTURE(HostFixture, "what a copy brings in is present, wherever it be
     for (const std::size_t last : {0, 1, 4095, 4096, 70000}) {
       const Address range = driver->reserve(kPages);
       map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::writable);
-      driver->copy(CopyDirection::in, range + first, source.data(), kPages * kPage - first - last,
-                   driver->copy_stream());
-      while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
+      copy(CopyDirection::in, range + first, source.data(), kPages * kPage - first - last);
       CHECK(present(range, kSmall) >= kSmall - first / 4096 - last / 4096);
     }
   }
@@ -174,13 +167,9 @@ TEST_CASE_FIXTURE(HostFixture, "huge pages are asked for inside of the memory th
     }
     return found;
   };
-  const auto copy = [&](std::size_t at, std::size_t bytes) {
-    driver->copy(CopyDirection::out, range, bytes_at(to + at), bytes, driver->copy_stream());
-    while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
-  };
-  copy(kHuge / 2, kHuge);  // has no whole one
+  copy(CopyDirection::out, range, bytes_at(to + kHuge / 2), kHuge);  // has no whole one
   CHECK(advised().empty());
-  copy(kHuge / 2, 3 * kHuge);
+  copy(CopyDirection::out, range, bytes_at(to + kHuge / 2), 3 * kHuge);
   CHECK(advised() == std::vector<Address>{kHuge, 3 * kHuge});
   munmap(made, kBytes + kHuge);
 }

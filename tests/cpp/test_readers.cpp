@@ -58,6 +58,12 @@ std::shared_ptr<PagePool> open_pool(bool on_device, std::size_t pages, std::size
   return PagePool::create(std::move(driver), options);
 }
 
+// As another process gets them, of ranges of the pool.
+std::unique_ptr<RangeReaders> readers_of(std::span<const Descriptor> ranges, Descriptor memory,
+                                         std::size_t words = 2) {
+  return std::make_unique<RangeReaders>(ranges, std::move(memory), words, simulated(kBytes, true));
+}
+
 // Every position of every row holds the writer's number.
 class Writer : public Owner {
  public:
@@ -79,8 +85,7 @@ class Writer : public Owner {
   Descriptor open_range() const { return buffer_->range().shared()->open_for_reader("test"); }
   std::unique_ptr<RangeReaders> read() const {
     const Descriptor range = open_range();
-    return std::make_unique<RangeReaders>(std::span(&range, 1), open_memory(), 2,
-                                          simulated(kBytes, true));
+    return readers_of({&range, 1}, open_memory());
   }
   // A change of the table that has not ended. Requires: the pool's lock.
   void show_page_0_again() VT_LOCKED { buffer_->range().show({0, {0, 1}}); }
@@ -199,9 +204,8 @@ TEST_CASE("what a reader takes is of one moment, however often it changes") {
   buffer->share("test", kWords);
   const std::shared_ptr<SharedRange> shared = buffer->range().shared();
   const Descriptor range = shared->open_for_reader("test");
-  RangeReaders readers(std::span(&range, 1), pool->open_for_readers("test"), kWords,
-                       simulated(kBytes, true));
-  const RangeReader& reader = readers.at(0);
+  const auto readers = readers_of({&range, 1}, pool->open_for_readers("test"), kWords);
+  const RangeReader& reader = readers->at(0);
   const auto change = [&](bool table, std::size_t number) {
     if (!table) {
       std::array<std::int64_t, kWords> words;
@@ -231,7 +235,7 @@ TEST_CASE("what a reader takes is of one moment, however often it changes") {
       }
     });
     while (seen < 300) {
-      seen += readers.sync(kCaller, readers.stale());
+      seen += readers->sync(kCaller, readers->stale());
       for (std::size_t n = 0; n < kWords && wrong == 0; ++n) wrong += torn(n);
     }
     over = true;
@@ -281,16 +285,16 @@ TEST_CASE("a large table is read while it changes, and only where it ever had pa
       }
     });
     const std::size_t before = kept();
-    RangeReaders readers(std::span(&range, 1), pool->open_for_readers("test"), 2,
-                         simulated(kBytes, true));
-    const RangeReader& reader = readers.at(0);
-    const auto read = [&readers] {
-      for (int seen = 0; seen < 20;) seen += readers.sync(kCaller, readers.stale());
+    const auto readers = readers_of({&range, 1}, pool->open_for_readers("test"));
+    const RangeReader& reader = readers->at(0);
+    const auto sync = [&readers] { return readers->sync(kCaller, readers->stale()); };
+    const auto read_often = [&sync] {
+      for (int seen = 0; seen < 20;) seen += sync();
     };
-    CHECK_NOTHROW(read());
+    CHECK_NOTHROW(read_often());
     over = true;
     writer.join();
-    readers.sync(kCaller, readers.stale());
+    sync();
     CHECK(reader.words()[0] == changes);
     CHECK(reader.mapped() == (full ? kPages : 4));
     std::size_t wrong = 0;
@@ -333,9 +337,7 @@ TEST_CASE("a range of pages that the host does not have is refused, and nothing 
   facts.page_size = 3 * kBytes;
   const Descriptor wrong = copy_with(real, facts);
   const std::ptrdiff_t before = descriptors();
-  CHECK_THROWS_AS(
-      RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated(kBytes, true)),
-      InvalidArgument);
+  CHECK_THROWS_AS(readers_of({&wrong, 1}, writer.open_memory()), InvalidArgument);
   CHECK(descriptors() == before);
 }
 
@@ -348,9 +350,7 @@ TEST_CASE("a range whose holes would lie past its end is refused") {
   for (const std::size_t every : {facts.pages - 1, 2 * facts.pages}) {
     facts.backed = {.first = every, .every = every};
     const Descriptor wrong = copy_with(real, facts);
-    CHECK_THROWS_AS(
-        RangeReaders(std::span(&wrong, 1), writer.open_memory(), 2, simulated(kBytes, true)),
-        InvalidArgument);
+    CHECK_THROWS_AS(readers_of({&wrong, 1}, writer.open_memory()), InvalidArgument);
   }
 }
 
@@ -360,13 +360,9 @@ TEST_CASE("ranges of two pools are no object that a reader takes") {  // I7
   for (const auto& [of, fits] : {std::pair(pool, true), std::pair(other, false)}) {
     const Writer second(of, 'b', 0);
     const std::array ranges{writer.open_range(), second.open_range()};
-    bool taken = true;
-    try {
-      const RangeReaders readers(ranges, writer.open_memory(), 2, simulated(kBytes, true));
-    } catch (const InvalidArgument&) {
-      taken = false;
-    }
-    CHECK(taken == fits);
+    const auto take = [&] { readers_of(ranges, writer.open_memory()); };
+    if (fits) CHECK_NOTHROW(take());
+    if (!fits) CHECK_THROWS_AS(take(), InvalidArgument);
   }
 }
 
