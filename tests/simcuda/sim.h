@@ -73,6 +73,9 @@ struct Sim {
   CUcontext context();
   std::uint64_t free_memory(int device) const;
   SimcudaLeaks leaks() const;
+  void run_if_eager() {
+    if (settings.eager) model->streams.run();
+  }
 };
 
 inline thread_local CUcontext current_context = nullptr;

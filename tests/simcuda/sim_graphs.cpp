@@ -95,23 +95,16 @@ bool SimGraphs::invalidate_all(CUcontext context) {
   return any;
 }
 
-Graph* SimGraphs::find(CUgraph graph) {
-  const auto found = graphs_.find(graph);
-  return found == graphs_.end() ? nullptr : found->second.get();
-}
-
-Graph* SimGraphs::find(CUgraphExec executable) {
-  const auto found = executables_.find(executable);
-  return found == executables_.end() ? nullptr : found->second.get();
-}
-
-CUresult SimGraphs::destroy(CUgraph graph) {
-  const auto found = graphs_.find(graph);
-  if (found == graphs_.end()) return CUDA_ERROR_INVALID_VALUE;
+template <class Name>
+CUresult SimGraphs::destroy_in(Graphs<Name>& all, Name name) {
+  const auto found = all.find(name);
+  if (found == all.end()) return CUDA_ERROR_INVALID_VALUE;
   let_go(found->second->kept);
-  graphs_.erase(found);
+  all.erase(found);
   return CUDA_SUCCESS;
 }
+
+CUresult SimGraphs::destroy(CUgraph graph) { return destroy_in(graphs_, graph); }
 
 CUresult SimGraphs::instantiate(CUgraphExec* executable, CUgraph graph) {
   const Graph* source = find(graph);
@@ -123,13 +116,7 @@ CUresult SimGraphs::instantiate(CUgraphExec* executable, CUgraph graph) {
   return CUDA_SUCCESS;
 }
 
-CUresult SimGraphs::destroy(CUgraphExec executable) {
-  const auto found = executables_.find(executable);
-  if (found == executables_.end()) return CUDA_ERROR_INVALID_VALUE;
-  let_go(found->second->kept);
-  executables_.erase(found);
-  return CUDA_SUCCESS;
-}
+CUresult SimGraphs::destroy(CUgraphExec executable) { return destroy_in(executables_, executable); }
 
 CUresult SimGraphs::make_object(CUuserObject* object, void* pointer, CUhostFn destructor,
                                 unsigned references, unsigned flags) {

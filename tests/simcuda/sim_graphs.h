@@ -62,10 +62,10 @@ class SimGraphs {
   // Invalidates all captures in a context; whether there were any.
   bool invalidate_all(CUcontext context);
 
-  Graph* find(CUgraph graph);
+  Graph* find(CUgraph graph) { return find_in(graphs_, graph); }
   CUresult destroy(CUgraph graph);
   CUresult instantiate(CUgraphExec* executable, CUgraph graph);
-  Graph* find(CUgraphExec executable);
+  Graph* find(CUgraphExec executable) { return find_in(executables_, executable); }
   CUresult destroy(CUgraphExec executable);
   // Keeps the user objects of an executable for a launch of it. To be called when that is over.
   std::function<void()> keep_for_launch(const Graph& executable);
@@ -82,13 +82,23 @@ class SimGraphs {
     CUhostFn destructor = nullptr;
     unsigned references = 0;
   };
+  template <class Name>
+  using Graphs = std::map<Name, std::unique_ptr<Graph>>;
+
+  template <class Name>
+  static Graph* find_in(const Graphs<Name>& all, Name name) {
+    const auto found = all.find(name);
+    return found == all.end() ? nullptr : found->second.get();
+  }
+  template <class Name>
+  CUresult destroy_in(Graphs<Name>& all, Name name);
   void retain(const References& kept);
   void let_go(const References& kept);
 
   Destructors& destructors_;
   std::vector<std::shared_ptr<Capture>> captures_;
-  std::map<CUgraph, std::unique_ptr<Graph>> graphs_;
-  std::map<CUgraphExec, std::unique_ptr<Graph>> executables_;
+  Graphs<CUgraph> graphs_;
+  Graphs<CUgraphExec> executables_;
   std::map<CUuserObject, std::unique_ptr<Object>> objects_;
 };
 

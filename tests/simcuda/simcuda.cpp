@@ -28,10 +28,15 @@ bool is_device_memory(const Sim& s, const CUmemAllocationProp* properties) {
          s.has_device(properties->location.id);
 }
 
-// Before a call that changes what is accessible, where that waits for all work on the device.
-CUresult wait_where_blocking(Sim& s, std::unique_lock<std::mutex>& lock) {
-  if (!s.settings.blocking) return CUDA_SUCCESS;
-  return simcuda::wait_until(s, nullptr, lock, [&] { return s.model->streams.all_idle(); });
+// Before a call that changes what is accessible: waits for all work on the device, where it blocks.
+CUresult begin_change(Sim& s, std::unique_lock<std::mutex>& lock, CUdeviceptr at, size_t size) {
+  if (s.settings.blocking) {
+    const auto idle = [&] { return s.model->streams.all_idle(); };
+    const CUresult code = simcuda::wait_until(s, nullptr, lock, idle);
+    if (code != CUDA_SUCCESS) return code;
+  }
+  if (s.model->streams.touches(at, size)) s.model->streams.count_illegal_access();
+  return CUDA_SUCCESS;
 }
 
 // Bits of the setting "pointers".
@@ -247,11 +252,8 @@ SIMCUDA_ENTRY(cuMemMap)(CUdeviceptr ptr, size_t size, size_t offset,
 SIMCUDA_ENTRY(cuMemUnmap)(CUdeviceptr ptr, size_t size) {
   return answer_waiting("cuMemUnmap", Needs::vmm, During::no_capture,
                         [&](Sim& s, std::unique_lock<std::mutex>& lock) {
-                          const CUresult code = wait_where_blocking(s, lock);
-                          if (code != CUDA_SUCCESS) return code;
-                          if (s.model->streams.touches(ptr, size))
-                            s.model->streams.count_illegal_access();
-                          return s.model->memory.unmap(ptr, size);
+                          const CUresult code = begin_change(s, lock, ptr, size);
+                          return code != CUDA_SUCCESS ? code : s.model->memory.unmap(ptr, size);
                         });
 }
 
@@ -274,11 +276,8 @@ SIMCUDA_ENTRY(cuMemSetAccess)(CUdeviceptr ptr, size_t size, const CUmemAccessDes
             wanted->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
           return CUDA_ERROR_INVALID_VALUE;
         }
-        const CUresult code = wait_where_blocking(s, lock);
+        const CUresult code = begin_change(s, lock, ptr, size);
         if (code != CUDA_SUCCESS) return code;
-        if (s.model->streams.touches(ptr, size)) {
-          s.model->streams.count_illegal_access();
-        }
         return s.model->memory.set_access(ptr, size, wanted->flags);
       });
 }

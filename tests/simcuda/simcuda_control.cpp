@@ -20,9 +20,6 @@ struct Locked {
   std::shared_ptr<SimStreams::Stream> find(std::uint64_t stream) const {
     return streams().find(reinterpret_cast<CUstream>(stream), sim.context());
   }
-  void run_if_eager() const {
-    if (sim.settings.eager) streams().run();
-  }
 };
 
 // -1 where there is no such call.
@@ -40,7 +37,7 @@ int change_stream(std::uint64_t stream, Change change) {
   const auto found = s.find(stream);
   if (found == nullptr) return -1;
   change(s.streams(), *found);
-  s.run_if_eager();
+  s->run_if_eager();
   return 0;
 }
 
@@ -50,7 +47,7 @@ int hold(std::uint64_t stream, bool held) {
   }
   const Locked s;
   s.streams().hold_all(held);
-  s.run_if_eager();
+  s->run_if_eager();
   return 0;
 }
 
@@ -123,7 +120,7 @@ SIMCUDA_EXPORT int simcuda_step(uint64_t stream) {
 SIMCUDA_EXPORT void simcuda_late_events(uint64_t queries, double milliseconds) {
   const Locked s;
   s.streams().set_late(queries, milliseconds);
-  s.run_if_eager();
+  s->run_if_eager();
 }
 
 SIMCUDA_EXPORT void simcuda_unseen_events(uint64_t queries) {

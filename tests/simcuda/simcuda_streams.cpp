@@ -33,10 +33,6 @@ CUresult enter_stream(Sim& s, CUstream name, StreamPtr* stream) {
   return CUDA_SUCCESS;
 }
 
-void run_if_eager(Sim& s) {
-  if (s.settings.eager) s.model->streams.run();
-}
-
 // What asks whether work is done is refused while that work is only being captured.
 CUresult refuse_captured(const std::shared_ptr<simcuda::Capture>& capture, CUresult code) {
   if (capture == nullptr) return CUDA_SUCCESS;
@@ -90,7 +86,7 @@ CUresult simcuda::submit(Sim& s, CUstream stream, Work work) {
     return CUDA_SUCCESS;
   }
   s.model->streams.launch(found, std::move(work));
-  run_if_eager(s);
+  s.run_if_eager();
   return CUDA_SUCCESS;
 }
 
@@ -215,7 +211,7 @@ SIMCUDA_ENTRY(cuStreamWaitEvent)(CUstream stream, CUevent event, unsigned int) {
         return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
       }
       s.model->streams.wait(found, *it);
-      run_if_eager(s);
+      s.run_if_eager();
       return CUDA_SUCCESS;
     }
     if (capture->origin == nullptr) return CUDA_ERROR_CAPTURED_EVENT;  // that capture is over
@@ -252,7 +248,7 @@ SIMCUDA_ENTRY(cuEventRecord)(CUevent event, CUstream stream) {
       return CUDA_SUCCESS;
     }
     s.model->streams.record(found, it);
-    run_if_eager(s);
+    s.run_if_eager();
     return CUDA_SUCCESS;
   });
 }
