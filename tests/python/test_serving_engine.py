@@ -301,16 +301,19 @@ def mixed_requests(samples=1):
     return [Request(i, prompt, 24 + 3 * i, samples=samples) for i, prompt in enumerate(prompts)]
 
 
+def check_served(model, requests, pages, choose=greedy, **options):
+    """Each request gets the tokens that it has alone. Returns the scheduler's counts."""
+    expected = {request.id: alone(model, request, choose) for request in requests}
+    with engine_for(model, pages, choose, **options) as engine:
+        done = engine.run(requests)
+    assert {id: completion.tokens for id, completion in done.items()} == expected
+    return engine.scheduler.stats
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_preempted_and_shared_requests_get_their_own_tokens(attention, layout):
-    model = make_llama(attention)
-    requests = mixed_requests()
-    expected = {request.id: alone(model, request) for request in requests}
-    with engine_for(model, pages=24, layout=layout) as engine:
-        done = engine.run(requests)
-        stats = engine.scheduler.stats
-    assert {id: completion.tokens for id, completion in done.items()} == expected
+    stats = check_served(make_llama(attention), mixed_requests(), pages=24, layout=layout)
     assert stats.recomputed >= 1 and stats.reused_tokens >= TOKENS_A_PAGE
 
 
@@ -351,11 +354,8 @@ def test_models(name):
     """Sliding windows, norms of K, soft caps, learned positions, fused projections, experts, sinks."""
     model = model_of(*SERVED[name], "eager" if name in ("Gemma 2", "GPT-OSS") else "sdpa")
     requests = mixed_requests()[:4]
-    expected = {request.id: alone(model, request) for request in requests}
     assert any(len(r.prompt) + r.max_new_tokens > WINDOW + 1 for r in requests)
-    with engine_for(model, pages=24) as engine:
-        done = engine.run(requests)
-    assert {id: completion.tokens for id, completion in done.items()} == expected
+    check_served(model, requests, pages=24)
 
 
 def test_a_prompt_of_ids_that_the_model_has_not_is_refused():
@@ -426,10 +426,7 @@ def test_what_depends_on_length_is_served_in_a_cache_that_is_as_short(name):
     *parts, _ = NOT_SERVED[name]
     model = model_of(*parts)
     requests = [Request(0, ids(4, 2), 5), Request(1, ids(2, 3), 3)]
-    expected = {request.id: alone(model, request) for request in requests}
-    with engine_for(model, pages=40, max_batch=2, max_len=9 if "window" in name else 64) as engine:
-        done = engine.run(requests)
-    assert {id: completion.tokens for id, completion in done.items()} == expected
+    check_served(model, requests, pages=40, max_batch=2, max_len=9 if "window" in name else 64)
 
 
 def implementations(model):

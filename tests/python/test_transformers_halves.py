@@ -62,8 +62,13 @@ def is_empty(cache):
     return not any(map(any, lengths(cache))) and not any(cache.is_updated.values())
 
 
-def generate(model, cache, ids, **options):
-    return model.generate(ids, past_key_values=cache, **FEW | options)
+def generate(model, cache, ids):
+    return model.generate(ids, past_key_values=cache, **FEW)
+
+
+def with_cache(model, pool):
+    """The model, an empty cache for it, and the tokens that it gives to SHORT."""
+    return model, encoder_decoder_cache(model.config, 256, pool), model.generate(SHORT, **FEW)
 
 
 def begins_anew(model, cache, expected):
@@ -72,12 +77,18 @@ def begins_anew(model, cache, expected):
     cache.reset()
 
 
+def check_refused(model, cache, expected, ids=LONG):
+    """I8: whichever of the first four updates of a forward is refused, the next one begins anew."""
+    for n in range(4):
+        with refused(n):
+            generate(model, cache, ids)
+        begins_anew(model, cache, expected)
+
+
 @pytest.mark.parametrize("name", ["T5", "BART"])
 def test_a_refused_first_forward_leaves_both_halves_empty(pages, name):
     """I8: whichever of K and V of whichever layer of either half the memory runs out in."""
-    model = make(name)
-    expected = model.generate(SHORT, **FEW)
-    cache = encoder_decoder_cache(model.config, 256, pages)
+    model, cache, expected = with_cache(make(name), pages)
     needed = 80 if name == "T5" else 48
     for n in range(0, needed, 3):
         with pytest.raises(vtensor.OutOfPages), pages_left(pages, n):
@@ -109,20 +120,12 @@ def test_a_refused_later_forward_leaves_the_encoders_half(pages, name):
 
 def test_a_half_that_the_model_makes_itself(pages):
     """T5Gemma puts one of its own in the place of the encoder's, whenever that is empty."""
-    model = make_t5gemma()
-    expected = model.generate(SHORT, **FEW)
-    cache = encoder_decoder_cache(model.config, 256, pages)
-    for n in range(4):
-        with refused(n):
-            generate(model, cache, SHORT)
-        begins_anew(model, cache, expected)
+    check_refused(*with_cache(make_t5gemma(), pages), SHORT)
 
 
 def test_after_an_interrupted_forward_a_reset_is_enough(pages):
     """What comes from outside may leave the step in some layers."""
-    model = make("T5")
-    expected = model.generate(SHORT, **FEW)
-    cache = encoder_decoder_cache(model.config, 256, pages)
+    model, cache, expected = with_cache(make("T5"), pages)
     for n in range(4):
         with refused(n, KeyboardInterrupt):
             generate(model, cache, LONG)
@@ -153,9 +156,7 @@ def test_a_half_that_is_no_encoders(pages):
 @pytest.mark.parametrize("way", ["copied", "pickled", "installed"])
 def test_a_cache_made_otherwise(pages, way):
     """I6: a copy that is refused empties its own halves, and not those that it was copied from."""
-    model = make("BART")
-    expected = model.generate(SHORT, **FEW)
-    cache = encoder_decoder_cache(model.config, 256, pages)
+    model, cache, expected = with_cache(make("BART"), pages)
     generate(model, cache, LONG)
     before = content(cache)
     if way == "installed":
@@ -174,20 +175,14 @@ def test_a_cache_made_otherwise(pages, way):
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_shallow_copy_that_is_gone(pages, leaving):
     """I8: it, or what it was copied from, has the same halves, and they change together still."""
-    model = make("T5")
-    expected = model.generate(SHORT, **FEW)
-    cache = encoder_decoder_cache(model.config, 256, pages)
+    model, cache, expected = with_cache(make("T5"), pages)
     both = [cache, copy.copy(cache)]
     del cache, both[leaving]
-    for n in range(4):
-        with refused(n):
-            generate(model, both[0], LONG)
-        begins_anew(model, both[0], expected)
+    check_refused(model, both[0], expected)
 
 
 def test_a_half_copied_alone_is_a_plain_cache(pages):
-    model = make("BART")
-    cache = encoder_decoder_cache(model.config, 256, pages)
+    model, cache, _ = with_cache(make("BART"), pages)
     generate(model, cache, SHORT)
     before = content(cache)
     alone = copy.deepcopy(cache.cross_attention_cache)
@@ -283,9 +278,7 @@ def both_filled(pool):
 
 def test_a_cache_that_keeps_no_sequence_begins_anew(pages):
     """The decoder once believed the K and V of the encoder's output to be there still."""
-    model = make("T5")
-    expected = model.generate(SHORT, **FEW)
-    cache = encoder_decoder_cache(model.config, 256, pages)
+    model, cache, expected = with_cache(make("T5"), pages)
     generate(model, cache, LONG)
     shallow = copy.copy(cache)
     CHANGES["select none"](cache)
