@@ -41,6 +41,9 @@ def check_plan(engine, plan) -> None:
         assert group.status is (Status.SWAPPED if group in scheduler.swapped else Status.WAITING)
     if plan.admitted and queued:
         assert max(group.order for group in plan.admitted) < min(queued), "a queued request was overtaken"
+    back = [group.order for group in scheduler.running for s in group.holders if s.slot in plan.swapped_in]
+    if back and scheduler.swapped:
+        assert max(back) < min(group.order for group in scheduler.swapped), "a swapped one was overtaken"
     stats = scheduler.cache.stats()
     assert stats.slots_used == sum(len(group.holders) for group in scheduler.running)
     assert stats.slots_swapped == sum(len(group.holders) for group in scheduler.swapped)
@@ -116,8 +119,8 @@ def test_decoding_goes_before_prompts_and_the_budget_holds(open_cache):
 
 def test_groups_come_back_in_the_order_of_arrival(open_cache):
     """The third is swapped out before the second, and must not come back before it."""
-    engine = engine_over(open_cache(budget=36, max_batch=6))
-    wanted = [request(i, [i] * 6, 30 - 5 * i, samples=2) for i in range(3)]
+    engine = engine_over(open_cache(budget=30, max_batch=6))
+    wanted = [request(i, [i] * 6, 24 - 5 * i, samples=2) for i in range(3)]
     done = serve_checked(engine, [(0, one) for one in wanted])
     assert engine.scheduler.stats.swapped >= 2
     assert [done[one.id].tokens for one in wanted] == [alone(one) for one in wanted]
