@@ -95,6 +95,12 @@ def shareable(kind, budget=256, **options):
     return testing.host_pool(page_size=PAGE, budget=budget * PAGE, strict_holes=False, **options)
 
 
+def sent(other, t):
+    """The tensor, which the other process reads from now on."""
+    other.receive(t)
+    return t
+
+
 # -- a tensor
 
 
@@ -117,8 +123,7 @@ def test_a_reader_follows_at_sync_and_only_then(pool, other):
 
 
 def test_a_page_that_changes_often_between_two_syncs_is_mapped_once(pool, other):
-    t = rows(pool, 100)
-    other.receive(t)
+    t = sent(other, rows(pool, 100))
     for _ in range(5):
         t.truncate(0)
         t.append(torch.randn(2, 60, 64))
@@ -136,8 +141,7 @@ def test_bytes_written_in_place_are_seen_without_a_sync(pool, other):
 
 
 def test_a_page_that_a_reader_may_see_is_not_reused(pool, other):
-    t = rows(pool, 1000)
-    other.receive(t)
+    t = sent(other, rows(pool, 1000))
     shown = t.clone()
     other.keep("view")
     t.truncate(0)
@@ -154,8 +158,7 @@ def test_a_page_that_a_reader_may_see_is_not_reused(pool, other):
 
 
 def test_growth_finds_the_pages_that_a_reader_has_just_let_go(pool, other):
-    t = rows(pool)
-    other.receive(t)
+    t = sent(other, rows(pool))
     for _ in range(5):
         t.append(torch.zeros(2, 1000, 64))
         assert other.sync() is True
@@ -178,8 +181,7 @@ def test_growth_finds_the_pages_that_it_unmaps_itself(pool_factory):
 
 def test_no_other_tensor_comes_to_the_pages_of_one_that_is_read(kind, other):
     with shareable(kind, prefetch=1 << 20) as pool:
-        t = rows(pool, 300)
-        other.receive(t)
+        t = sent(other, rows(pool, 300))
         shown = t.clone()
         t.close()
         for _ in range(3):
@@ -189,8 +191,7 @@ def test_no_other_tensor_comes_to_the_pages_of_one_that_is_read(kind, other):
 
 
 def test_a_closed_reader_holds_what_its_views_show(pool, other):
-    t = rows(pool, 1000)
-    other.receive(t)
+    t = sent(other, rows(pool, 1000))
     shown = t.clone()
     other.keep("view")
     other.close()
@@ -221,8 +222,7 @@ def test_a_reader_that_comes_while_contents_are_saved_keeps_them_awake(pool, mon
 
 @pytest.mark.parametrize("end", ["close", "reallocate", "move", "reindex"])
 def test_what_was_read_stays_when_the_writer_closes_or_moves(pool, other, end):
-    t = rows(pool, 300, when_full="move", capacity=400)
-    other.receive(t)
+    t = sent(other, rows(pool, 300, when_full="move", capacity=400))
     shown = t.clone()
     if end == "close":
         t.close()
@@ -241,8 +241,7 @@ def test_what_was_read_stays_when_the_writer_closes_or_moves(pool, other, end):
 
 
 def test_rows_that_change_places_do_so_in_one_sync(pool, other, kind):
-    t = rows(pool, 300)
-    other.receive(t)
+    t = sent(other, rows(pool, 300))
     before = t.clone()
     t.reindex([1, 0])
     synced = other.sync()
@@ -253,8 +252,7 @@ def test_rows_that_change_places_do_so_in_one_sync(pool, other, kind):
 
 
 def test_forks_and_their_writes(pool, other):
-    t = rows(pool, 300)
-    other.receive(t)
+    t = sent(other, rows(pool, 300))
     child = t.fork()
     assert other.receive(child, "child") == "Reader"
     before = t.clone()
@@ -298,8 +296,7 @@ def test_a_reader_that_is_refused_as_it_arrives_reads_nothing(pool):
 
 
 def test_a_reader_is_a_tensor_like_any_other(pool, other):
-    t = rows(pool, 100)
-    other.receive(t)
+    t = sent(other, rows(pool, 100))
     assert other.evaluate("isinstance(r, VTensor)") is True
     assert other.evaluate("(r.capacity, r.grow_dim, r.closed, len(r.pages()))") == (4096, 1, False, 14)
     assert other.evaluate("r.address == r.data_ptr() and r.nbytes_mapped == 14 * 4096")
@@ -348,8 +345,7 @@ def test_a_write_through_a_view_ends_the_process_with_a_report():
 
 
 def test_sleep_waits_for_readers_to_close(pool, other):
-    t = rows(pool, 100)
-    other.receive(t)
+    t = sent(other, rows(pool, 100))
     with vtensor.lease(t), pytest.raises(vtensor.VTensorError, match="1 readers in other processes"):
         pool.sleep(contents="host")  # not that the lease has not ended: that is not waited for
     t.append(torch.ones(2, 1, 64))

@@ -41,11 +41,6 @@ def test_empty_is_a_torch_tensor_of_the_asked_shape(pool):
     assert not t.requires_grad
 
 
-def test_sizes_as_one_sequence_and_default_dtype(host):
-    t = vtensor.empty((2, 0, 3), grow_dim=1, capacity=8, pool=host)
-    assert t.shape == (2, 0, 3) and t.dtype is torch.get_default_dtype()
-
-
 @pytest.mark.parametrize("sizes", [(4,), (4, 5), (2, 4, 5), (2, 3, 4, 5)])
 def test_grow_dim_anywhere(pool, sizes):
     for dim in range(len(sizes)):
@@ -226,24 +221,6 @@ def test_pages_tells_of_each_mapped_page(pool):
     assert {r.shared for r in f.pages()} == {r.shared for r in t.pages()} == {2}
     t.shrink(5, front=True)
     assert [r.index for r in t.pages()] == [1, 2, 1, 2]
-
-
-def test_results_are_plain_tensors(pool):
-    t = filled(pool, 4, 2, dtype=torch.float32)
-    for result in (
-        t + 1,
-        t[1],
-        t[1:3],
-        t.view(-1),
-        t.clone(),
-        t.double(),
-        t.T,
-        t.detach(),
-        torch.cat([t, t]),
-    ):
-        assert type(result) is torch.Tensor
-    t += 1
-    assert isinstance(t, vtensor.VTensor) and t.eq(3).all()
 
 
 @pytest.mark.exact
