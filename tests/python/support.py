@@ -114,6 +114,11 @@ def calls_since(pool, before: dict[str, int]) -> dict[str, int]:
     return {name: n - before.get(name, 0) for name, n in now.items() if n != before.get(name, 0)}
 
 
+def all_calls(pool) -> int:
+    """How many driver calls were made so far."""
+    return sum(sum(made.values()) for made in pool.stats().driver_calls.values())
+
+
 def mapper_calls(pool) -> dict[str, int]:
     """The driver calls made by the pool's mapper so far, by name."""
     return dict(pool.stats().driver_calls["mapper"])

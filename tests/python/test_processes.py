@@ -153,25 +153,24 @@ def test_a_queue_with_a_thread_says_so_too(pool, strategy, capfd):
     t.append(torch.ones_like(t[:1]))
 
 
-def test_the_remedy(pool, strategy):
-    t = quarter(pool, 12, dtype=torch.float32)
-    t.copy_(ramp(t))
-    queue = multiprocessing.SimpleQueue()
-    for x in (t.clone(), t[2:5].clone()):
-        queue.put(x)
-        assert same_bytes(queue.get(), x)
-        assert x.share_memory_().is_shared()
-    t.extend(1)
-
-
-def test_what_copies_goes_on(pool, strategy):
-    """Copies of ours are torch's alone, and may be shared."""
+def test_copies_are_shared(pool, strategy):
+    """By the remedy, and by what copies of itself: they are torch's alone."""
     t = quarter(pool, 12, dtype=torch.float32)
     t.copy_(ramp(t))
     view = t[2:5]
-    for twin in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), pickle.loads(pickle.dumps(t))[2:5]):
-        assert same_bytes(twin, view) and twin.share_memory_().is_shared()
+    queue = multiprocessing.SimpleQueue()
+    for twin, of in (
+        (t.clone(), t),
+        (view.clone(), view),
+        (copy.deepcopy(view), view),
+        (pickle.loads(pickle.dumps(view)), view),
+        (pickle.loads(pickle.dumps(t))[2:5], view),
+    ):
+        queue.put(twin)
+        assert same_bytes(queue.get(), of)
+        assert same_bytes(twin, of) and twin.share_memory_().is_shared()
     assert torch.is_storage(view.untyped_storage()) and type(view.untyped_storage()) is torch.UntypedStorage
+    t.extend(1)
 
 
 def test_a_tensor_that_dlpack_made_is_shared_as_a_copy(pool, strategy):

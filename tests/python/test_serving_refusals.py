@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from serving_support import GROUPS, LEAVING, SINGLES, SLOTS, alone, eager, engine_over, opened
-from support import every
+from support import all_calls, every
 from vtensor import DriverError, NoFreeSlot, OutOfPages, TimedOut, VTensorError
 from vtensor.serving import Request, Status
 from vtensor.testing import fail_after
@@ -99,14 +99,10 @@ def run_with_refusal(kind, mix, call):
     budget, requests = MIXES[mix]
     with opened(kind, budget, SLOTS) as cache:
         engine = engine_of(mix, cache)
-        before = made(cache)
+        before = all_calls(cache.pool)
         with fail_after(cache.pool, call):
             refusals = serve(engine, requests)
-        return made(cache) - before, refusals
-
-
-def made(cache) -> int:
-    return sum(sum(calls.values()) for calls in cache.pool.stats().driver_calls.values())
+        return all_calls(cache.pool) - before, refusals
 
 
 @pytest.mark.thorough

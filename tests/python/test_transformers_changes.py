@@ -22,6 +22,7 @@ from vtensor.integrations.transformers import (
 )
 
 from interrupts import at_every_bytecode, place
+from support import all_calls
 from tiny_models import before_and_after, one_thread, pages_left, same, states  # noqa: F401
 
 BATCH, TOKENS, WINDOW = 3, 20, 8
@@ -134,10 +135,6 @@ CASES = {name: ((FULL, HYBRID, HYBRID_SLIDING), change) for name, change in CHAN
     "prepare a layer": ((FULL,), lambda cache: cache.layers[0].prepare(60)),
     "offload": ((FULL, SLIDING, HYBRID), offload),
 }
-
-
-def all_calls(pool):
-    return sum(sum(calls.values()) for calls in pool.stats().driver_calls.values())
 
 
 @pytest.mark.parametrize("views", [False, True])
