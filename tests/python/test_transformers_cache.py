@@ -325,10 +325,10 @@ def test_without_max_len_addresses_move_and_nothing_is_copied(llama, pages, monk
     testing.check_invariants(pages)
 
 
-@pytest.mark.parametrize("fits", range(16))
+@pytest.mark.parametrize("fits", range(1, 32))
 def test_update_is_whole_or_not_at_all(llama, pool_factory, fits):
     """I8: whichever of K and V of whichever layer the memory runs out in."""
-    pool = pool_factory("host", pages=fits) if fits else pool_factory("host", pages=1)
+    pool = pool_factory("host", pages=fits)
     cache = VTensorCache(llama.config, 4096, pool)
     with pytest.raises(vtensor.OutOfPages):
         for layer in range(2):
