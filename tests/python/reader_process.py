@@ -151,6 +151,8 @@ class Helper:
 
 
 def _answer(pipe: Any, make: Callable[..., Callable], arguments: tuple[object, ...]) -> None:
+    # The kernel continues what is stopped in the tests' process group when the shell that began them ends.
+    os.setpgid(0, 0)
     do = make(*arguments)
     with contextlib.suppress(EOFError):
         while True:
