@@ -30,7 +30,7 @@ class OperationMutex {
   const char* noun() const { return noun_; }
 
   void lock(const char* operation) {
-    if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    if (is_mine()) {
       throw Error("[", operation, "] the ", noun_,
                   " is inside another operation of this thread (a finalizer ran in it): call it "
                   "later");
@@ -50,13 +50,16 @@ class OperationMutex {
     return {*this, std::adopt_lock};
   }
 
-  // Locks for the end of the object: no thread but the mapper can be inside.
+  // Locks for the end of the object: inside is at most a thread that wants its prefixes.
   void await_end() noexcept { mutex_.lock(); }
+  // Whether this thread is in an operation.
+  bool is_mine() const {
+    return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  }
   // False if an operation is running, also in this thread.
   bool try_lock() {
-    const std::thread::id self = std::this_thread::get_id();
-    if (owner_.load(std::memory_order_relaxed) == self || !mutex_.try_lock()) return false;
-    owner_.store(self, std::memory_order_relaxed);
+    if (is_mine() || !mutex_.try_lock()) return false;
+    owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
     return true;
   }
 

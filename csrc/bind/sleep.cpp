@@ -20,7 +20,6 @@
 #include "bind/operation.h"
 #include "bind/released_gil.h"
 #include "bind/torch_bridge.h"
-#include "policy/make_room.h"
 #include "policy/sleep_copy.h"
 
 namespace vtensor::bind {
@@ -34,10 +33,7 @@ void wake_up(WakeUp* waking, const std::shared_ptr<PagePool>& pool,
              const std::vector<std::uint64_t>& numbers) {
   refuse_in_forked_child(kWake);
   const Caller caller = caller_of(kWake, {}, *pool);
-  // Before a refusal, caches give up prefixes that no slot uses.
-  with_memory(
-      *pool, caller, [&] { new (waking) WakeUp(pool, caller, numbers); },
-      [&pool](unsigned) { return MakeRoom(*pool).run_shrinkers(); });
+  with_memory(*pool, caller, [&] { new (waking) WakeUp(pool, caller, numbers); });
 }
 
 std::shared_ptr<SleepImage> image_in_memory(PagePool& pool, std::size_t bytes) {

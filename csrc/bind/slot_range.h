@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -16,9 +17,8 @@ namespace vtensor::bind {
 
 namespace nb = nanobind;
 
-// What a KVCache shares with the views of its layers, and with the mapper, which has it give up
-// prefixes for other pools of a shared budget, between two operations. Both may hold it for longer
-// than the cache lives.
+// What a KVCache shares with the views of its layers, and with the pool, for which it gives up
+// prefixes between two operations. Both may hold it for longer than the cache lives.
 struct OpenCache final : Shrinker {
   // The result of `get`, which reads the cache between two operations. Throws Closed, and Error in
   // a forked child.
@@ -34,6 +34,7 @@ struct OpenCache final : Shrinker {
     return between ? std::optional(given) : std::nullopt;
   }
   std::size_t shrinkable() noexcept override {
+    if (mutex.is_mine()) return 0;
     between_operations([this] {
       const PoolLock lock(cache->pool());
       kept_ = cache->prefixes().evictable(SIZE_MAX);
@@ -62,7 +63,7 @@ struct OpenCache final : Shrinker {
     return true;
   }
 
-  std::size_t kept_ = 0;  // pages of prefixes, as last counted
+  std::atomic<std::size_t> kept_{0};  // pages of prefixes, as last counted
 };
 
 // The address range of one row group: row r of slot s is its row r * slots + s. An attribute of the

@@ -20,7 +20,7 @@ bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> len
     const std::size_t pages = need(lengths, bands).pages;
     if (!alone && pages <= std::min(store.unused(), store.beside_reserve())) return true;
   }
-  const std::size_t elsewhere = alone ? 0 : pool_->spared_elsewhere();
+  const std::size_t elsewhere = pool_->shrinkable() + (alone ? 0 : pool_->spared_elsewhere());
   PoolLock lock(pool_);
   static_cast<void>(pool_->finish_unmapping(lock));
   if (store.private_copies() != 0) pool_->count_private_copies();  // as a growth does

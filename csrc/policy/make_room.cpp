@@ -301,16 +301,16 @@ MakeRoom::Given MakeRoom::run_shrinkers(PoolLock& lock, std::size_t pages) {
   return waits ? Given::waits : Given::nothing;
 }
 
-bool MakeRoom::run_shrinkers() {
+bool MakeRoom::run_shrinkers(unsigned tries) {
   PoolLock lock(pool_.shared_from_this());
-  return run_shrinkers(lock, kPagesAtOnce) == Given::some;
+  return run_shrinkers(lock, kPagesAtOnce << std::min(tries, 10U)) == Given::some;
 }
 
 void MakeRoom::answer(PoolLock& lock, std::uint32_t request) {
   std::size_t shrinkable = 0;
-  if (const std::vector<std::shared_ptr<Shrinker>> all = pool_.shrinkers(); !all.empty()) {
+  if (!pool_.shrinkers().empty()) {
     const Unlocked shrinkers_take_the_lock(lock);
-    for (const std::shared_ptr<Shrinker>& shrinker : all) shrinkable += shrinker->shrinkable();
+    shrinkable = pool_.shrinkable();
   }
   pool_.store().ledger()->answer(request, (spare().taken_back + shrinkable) * pool_.page_size(),
                                  pool_.store().spare() * pool_.page_size());
@@ -369,7 +369,8 @@ void with_memory(PagePool& pool, const Caller& caller, const std::function<void(
     try {
       return attempt();
     } catch (const OutOfPages&) {
-      if (!give_up || !give_up(tries)) throw;
+      if (give_up && give_up(tries)) continue;
+      if (!MakeRoom(pool).run_shrinkers(tries)) throw;
     }
   }
 }

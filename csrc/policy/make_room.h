@@ -11,7 +11,7 @@
 //
 //   6  1 and 2, or without device memory 1 to 3, of the whole pool, and what the caller's framework
 //      caches; then the operation is tried once more
-//   7  what the caller itself keeps for later, a part a try
+//   7  what the caller itself keeps for later, and then what shrinkers keep, a part a try
 //
 // and then the refusal is raised.
 #pragma once
@@ -73,9 +73,9 @@ class MakeRoom {
   // what shrinkers have, and of giving free pages back. Waits for nothing. Answers once nothing is
   // left.
   Given give_to_others(PoolLock& lock) VT_LOCKED;
-  // For this pool: some pages of shrinkers, none of whose operations it waits for. Takes the lock.
-  // False if they have none. Requires: no lock of a shrinker is held.
-  bool run_shrinkers();
+  // Rung 7, at the n-th try: some pages of shrinkers, none of whose operations it waits for. Takes
+  // the lock. False if they have none.
+  bool run_shrinkers(unsigned tries);
 
   // Rung 6; takes the lock. `spare`: also what is ready ahead. False if there was nothing.
   bool give_all_back(bool spare) noexcept;

@@ -351,6 +351,17 @@ void PagePool::add(const std::shared_ptr<Shrinker>& shrinker) {
   shrinkers_.push_back(shrinker);
 }
 
+std::size_t PagePool::shrinkable() {
+  std::vector<std::shared_ptr<Shrinker>> all;
+  {
+    const PoolLock lock(shared_from_this());
+    all = shrinkers();
+  }
+  std::size_t pages = 0;
+  for (const std::shared_ptr<Shrinker>& shrinker : all) pages += shrinker->shrinkable();
+  return pages;
+}
+
 std::size_t PagePool::spared_elsewhere() {
   if (!ledger_) return 0;
   PoolLock lock(shared_from_this());

@@ -66,8 +66,9 @@ struct PoolEvents {
 };
 
 // What keeps pages for later without being a client, as a KV cache keeps prefixes that no request
-// uses. Its own operations give them up when they need memory; the mapper asks for them when other
-// pools of a shared budget do, with no lock held. It waits for no operation.
+// uses. Its own operations give them up when they need memory. Other operations ask for them before
+// they are refused, and the mapper when other pools of a shared budget need memory, with no lock of
+// the core held. It waits for no operation.
 class Shrinker {
  public:
   virtual ~Shrinker() = default;
@@ -75,7 +76,8 @@ class Shrinker {
 
   // Gives up about `pages` pages and returns how many; nothing while an operation is under way.
   virtual std::optional<std::size_t> shrink(std::size_t pages) noexcept = 0;
-  // Pages that it could give up; as last counted while an operation is under way.
+  // Pages that it could give up; as last counted while an operation is under way. None to its own
+  // operation.
   virtual std::size_t shrinkable() noexcept = 0;
 };
 
@@ -104,6 +106,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Throws OutOfPages if more is in use and cannot be given back, and InvalidArgument if the
   // budget is shared; nothing is changed then.
   void set_budget(std::size_t bytes);
+  // Pages that shrinkers could give up, but for the one whose operation asks.
+  std::size_t shrinkable();
   // Pages that the other pools of a shared budget hold and could give up. Asks them, and waits a
   // moment for their answers.
   std::size_t spared_elsewhere();

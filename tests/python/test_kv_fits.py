@@ -54,6 +54,21 @@ def test_a_step_may_take_the_pages_that_replace_what_the_kernel_copied(pool_fact
         assert fits_and_steps(cache, lengths_with(cache, fork, UNIT))
 
 
+def test_prefixes_that_no_request_uses_make_room_for_all_that_the_pool_has(limited):
+    pool = limited(6 * RANGES)
+    tokens = list(range(4 * UNIT))
+    with make_cache(pool) as cache, make_cache(pool) as other:
+        for one in (cache, other):
+            slot = one.alloc()
+            assert not one.fits(lengths_with(one, slot, 7 * UNIT))
+            assert fits_and_steps(one, lengths_with(one, slot, len(tokens)))
+            one.publish(slot, tokens)
+            one.free(slot)
+        assert (cache.stats().prefix_tokens, other.stats().prefix_tokens) == (0, len(tokens))
+        vtensor.empty(6 * RANGES, PAGE, grow_dim=0, capacity=100, dtype=torch.uint8, pool=pool).close()
+        assert other.stats().prefix_tokens == 0
+
+
 def test_cached_pages_that_a_reader_keeps_do_not_count(pool_factory):
     pool = pool_factory("host", 4 * RANGES, prefetch=8 * PAGE, cache=4 * RANGES * PAGE, shareable=True)
     with make_cache(pool) as cache:
