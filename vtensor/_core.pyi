@@ -133,8 +133,6 @@ class PagePool:
 
     def keep_mapped(self) -> None: ...
 
-    def leave_budget(self) -> None: ...
-
     def check_invariants(self) -> None: ...
 
     def fail_after(self, arg0: int, arg1: int, /) -> None: ...
@@ -184,6 +182,11 @@ class BudgetSurvey:
 def survey_budgets(patience: float) -> tuple[list[BudgetSurvey], list[str]]:
     """
     After so many seconds for the pools' figures. Also why some files could not be read.
+    """
+
+def leave_budgets() -> None:
+    """
+    The process ends: removes the files of shared budgets in which no other has a pool.
     """
 
 def free_host_memory() -> int: ...

@@ -708,7 +708,7 @@ def _close_pools() -> None:
             pool._core.keep_mapped()
         with suppress(VTensorError):  # the process ends: close the others all the same
             pool._close(max(0.001, until - time.monotonic()))
-        pool._core.leave_budget()
+    _core.leave_budgets()
     # Operations of daemon threads have just raised Closed, and the threads drop tensors on their way out. A
     # thread that comes back from torch to an interpreter that has ended aborts the process (before Python
     # 3.14).

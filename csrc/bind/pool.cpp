@@ -170,7 +170,6 @@ void bind_pool(nb::module_& module) {
       .def("wait_idle", pool_method("Pool.wait_idle", &PagePool::wait_idle))
       .def("retire", pool_method("Pool.close", &PagePool::retire))
       .def("keep_mapped", &PagePool::keep_mapped)
-      .def("leave_budget", pool_method("Pool.close", &PagePool::leave_budget))
       .def("check_invariants", pool_method("check_invariants", &PagePool::check_invariants))
       .def("fail_after",
            [](PagePool& pool, std::uint64_t skip, std::uint64_t refuse) {
@@ -209,6 +208,9 @@ void bind_pool(nb::module_& module) {
       [](Time patience) { return without_gil([&] { return Ledger::survey(patience); }); },
       "patience"_a,
       "After so many seconds for the pools' figures. Also why some files could not be read.");
+  module.def(
+      "leave_budgets", [] { without_gil([] { PagePool::leave_budgets(); }); },
+      "The process ends: removes the files of shared budgets in which no other has a pool.");
 
   module.def("free_host_memory", [] { return free_host_memory(); });
   module.def("in_forked_child", [] { return in_forked_child(); });

@@ -438,9 +438,18 @@ void PagePool::retire() noexcept {
   if (store_.broken()) finish_unmapping(lock);
 }
 
-void PagePool::leave_budget() noexcept {
-  const PoolLock lock(shared_from_this());
-  if (ledger_) ledger_->leave_at_exit();
+void PagePool::leave_budgets() {
+  std::vector<std::shared_ptr<PagePool>> all;
+  {
+    const std::lock_guard listed(pools_mutex);
+    for (const std::weak_ptr<PagePool>& one : pools()) {
+      if (std::shared_ptr<PagePool> pool = one.lock()) all.push_back(std::move(pool));
+    }
+  }
+  for (const std::shared_ptr<PagePool>& pool : all) {
+    const PoolLock lock(pool);
+    if (pool->ledger_) pool->ledger_->leave_at_exit();
+  }
 }
 
 void PagePool::check_invariants() {

@@ -127,8 +127,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // from here on stays mapped.
   void keep_mapped() noexcept { keeps_mapped_ = true; }
   bool keeps_mapped() const { return keeps_mapped_.load(std::memory_order_relaxed); }
-  // The process ends, perhaps with pages that are in use: they count in a shared budget until then.
-  void leave_budget() noexcept;
+  // The process ends, perhaps with pages that are in use, of pools that live on for views too: they
+  // count in their shared budgets until then.
+  static void leave_budgets();
 
   // -- for readers in other processes
 

@@ -251,8 +251,18 @@ bool Ledger::is_alive(std::size_t place) const { return file_->is_locked(life_of
 
 bool Ledger::any_alive() const { return file_->is_locked(kLife, 0); }
 
+bool Ledger::any_stays() const {
+  if (!any_alive()) return false;
+  const Content* const content = file_->whole();
+  if (content == nullptr) return true;
+  for (std::size_t i = 0; i < kMostPools; ++i) {
+    if (content->places[i].process != 0 && is_alive(i)) return true;
+  }
+  return false;
+}
+
 void Ledger::remove_if_unused() const {
-  if (!any_alive() && is_linked()) unlink(path().c_str());
+  if (!any_stays() && is_linked()) unlink(path().c_str());
 }
 
 // -- a place
@@ -334,6 +344,7 @@ Ledger::~Ledger() {
 void Ledger::leave_at_exit() noexcept {
   try {
     const Locked locked(*this, nullptr);
+    own().process = 0;  // what it holds counts until the process has ended
     remove_if_unused();
   } catch (...) {
     return;  // the file stays, as when a process is killed

@@ -37,7 +37,7 @@ class Ledger {
   // Gives the place up, and the file with the last one.
   ~Ledger();
   Ledger& operator=(Ledger&&) = delete;
-  // The process ends, and with it the place: removes the file if no other pool has one.
+  // The process ends, and with it the place: removes the file if no pool stays that has one.
   void leave_at_exit() noexcept;
 
   const std::string& name() const { return name_; }
@@ -118,7 +118,9 @@ class Ledger {
   bool has_other_layout() const;
   bool is_alive(std::size_t place) const;
   bool any_alive() const;
-  // Removes the file if no other pool has a place. Requires: it is locked.
+  // Whether any of them is of a process that does not end just now. Requires: the file is locked.
+  bool any_stays() const;
+  // Removes the file if no pool stays that has a place. Requires: it is locked.
   void remove_if_unused() const;
   Place& own() const;
   Balance balance(const Content& content) const;

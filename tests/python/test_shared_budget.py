@@ -489,7 +489,12 @@ def test_a_view_keeps_the_place_of_a_closed_pool(name):
         eventually(lambda: held(other)[1] == 0)
 
 
-KEPT = {"a view": "sys.view = t[:3]", "a thread": "Thread(target=time.sleep, args=(9,), daemon=True).start()"}
+KEPT = {
+    "a view": "sys.view = t[:3]",
+    "a thread": "Thread(target=time.sleep, args=(9,), daemon=True).start()",
+    "a view of a closed pool": "sys.view = t[:3]; t.pool.close()",
+    "views of two pools": 'sys.views = t[:3], filled(open_pool("host", 64, shared_budget=name), 20)[:3]',
+}
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -497,7 +502,8 @@ def test_a_process_that_ends_with_pages_in_use_leaves_no_file(name, kept):
     start = f"""
 import time
 from threading import Thread
-sys.t = t = filled(open_pool("host", 64, shared_budget={name!r}), 20)
+name = {name!r}
+sys.t = t = filled(open_pool("host", 64, shared_budget=name), 20)
 """
     run_snippet(start + KEPT[kept], finalize=True).check()
     assert not os.path.exists(path_of(name))

@@ -37,11 +37,6 @@ class ClosedPool:
         pool = self._pool.get()
         return 0 if pool is None or self.broken is not None else pool.trim()
 
-    def leave_budget(self) -> None:
-        pool = self._pool.get()
-        if pool is not None:
-            pool.leave_budget()
-
     def wait_idle(self, seconds: float) -> None:
         pool = self._pool.get()
         if pool is not None:
