@@ -646,6 +646,20 @@ def test_top_passes_over_what_is_no_budget(name, capsys):
         strange.rmdir()
 
 
+def test_top_shows_its_first_lines_on_a_small_terminal(name, capsys, monkeypatch):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(top.shutil, "get_terminal_size", lambda: os.terminal_size((20, 3)))
+    monkeypatch.setattr(top.time, "sleep", interrupted)
+    with budgeted(name):
+        with pytest.raises(KeyboardInterrupt):
+            top.main()
+        lines = capsys.readouterr().out.removeprefix("\x1b[H\x1b[J").split("\n")
+        assert [len(line) for line in lines] == [20, 20, 0]
+
+
 def test_top_does_not_wait_for_a_stopped_process(name):
     with budgeted(name), Other("host", name) as other:
         other("grow", 6)

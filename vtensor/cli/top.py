@@ -29,9 +29,13 @@ def main(*, once: bool = False, as_json: bool = False) -> int:
             print(json.dumps(found, indent=None if not once else 2), flush=True)
         else:
             terminal = sys.stdout is not None and sys.stdout.isatty()
-            wide = shutil.get_terminal_size().columns if terminal else None
-            begin = "\x1b[H\x1b[J" if terminal and not once else ""
-            print(begin + "\n".join(line[:wide] for line in _lines(budgets, skipped)), flush=True)
+            lines, begin = list(_lines(budgets, skipped)), ""
+            if terminal:
+                wide, high = shutil.get_terminal_size()
+                lines = [line[:wide] for line in lines]
+                if not once:  # a line more would scroll the first one away
+                    lines, begin = lines[: high - 1], "\x1b[H\x1b[J"
+            print(begin + "\n".join(lines), flush=True)
         if once:
             return 0
         time.sleep(_PERIOD_SECONDS)
