@@ -275,7 +275,10 @@ MakeRoom::Given MakeRoom::give(PoolLock& lock, std::size_t missing) {
     if (store.releasable() == 0 && leaving >= missing) return Given::waits;
     if (store.releasable() == 0 && !give_up_spare(lock)) {
       const Given given = run_shrinkers(lock, ceil_div(missing - leaving, pool_.page_size()));
-      return given == Given::nothing && leaving != 0 ? Given::waits : given;
+      if (given != Given::nothing) return given;
+      // An operation that ended meanwhile may have given pages back.
+      if (store.releasable() != 0) return Given::some;
+      return pages_leaving() != 0 ? Given::waits : Given::nothing;
     }
   }
   store.release(lock, kPagesAtOnce);

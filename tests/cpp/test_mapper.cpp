@@ -373,6 +373,31 @@ TEST_CASE("an operation of a shrinker is waited for, but not by a pool that asks
   }
 }
 
+// Its operation, which gives all pages back, ends as it is asked.
+struct EndingShrinker : Shrinker {
+  explicit EndingShrinker(Buffer& buffer) : buffer(buffer) {}
+  std::optional<std::size_t> shrink(std::size_t) noexcept override {
+    buffer.shrink_to({});
+    return 0;
+  }
+  std::size_t shrinkable() noexcept override { return 0; }
+
+  Buffer& buffer;
+};
+
+TEST_CASE("what an operation gives back while shrinkers are asked is given too") {
+  const Asking asking;
+  const auto shrinker = std::make_shared<EndingShrinker>(*asking.buffer);
+  asking.pool->add(shrinker);
+  PoolLock lock(asking.pool);
+  asking.ledger->want(64 * kBytes);
+  const std::uint32_t request = asking.ledger->request();
+  while (MakeRoom(*asking.pool).give_to_others(lock) == MakeRoom::Given::some) {
+  }
+  CHECK(asking.ledger->answered(request));
+  CHECK(asking.ledger->balance().room == 64 * kBytes);
+}
+
 TEST_CASE("two threads may ask for the mapper at once") {
   for (int i = 0; i < 50; ++i) {
     const auto pool = open_pool(16, {});
