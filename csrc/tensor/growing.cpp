@@ -155,10 +155,9 @@ void Buffer::grow_all(const Caller& caller, std::span<const Growth> growths, boo
     redeem(promised);
   } catch (...) {
     redeem(promised);
-    for (Growing& one : all) {
-      one.buffer.work_.note(caller);  // what came goes after the caller's work
-      one.buffer.zeroing_ = true;     // and is used after its zeroing, in whichever stream
-    }
+    // What came goes after the caller's work, and is used after its zeroing, in whichever stream.
+    for (Growing& one : all) one.buffer.zeroing_ = true;
+    for (Growing& one : all) one.buffer.work_.note(caller);
     throw;
   }
   // From here on nothing can fail.
