@@ -70,3 +70,10 @@ def test_a_module_is_adopted_from_the_host(pool):
     vtensor.adopt(model, pool)
     assert model.weight is weight and weight.is_cuda and weight.grad.is_cuda
     torch.testing.assert_close(model(x.cuda()).cpu().detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_of_the_device_stays_there_without_a_pool(device):
+    model = torch.nn.Linear(512, 512, device="cuda")
+    expected = model.weight.detach().clone()
+    assert vtensor.adopt(model) > 0
+    assert model.weight.is_cuda and torch.equal(model.weight, expected)
