@@ -114,6 +114,19 @@ def test_of_tokens_of_the_cache_itself(pool_factory, layout, several):
         assert torch.equal(kv_model.rows_of(cache, cache[1][1], slot)[1:8], before[:7])
 
 
+def test_pages_of_the_written_tokens_alone_are_unshared(pool_factory, kind):  # I6
+    with make_cache(pool_factory(kind, 400)) as cache:
+        (parent,) = slots_of(cache, 2 * UNIT)
+        kv_model.write(cache, parent, 0, range(2 * UNIT))
+        fork = cache.fork(parent)[0]
+        before = cache.stats().pages_shared
+        for layer in range(len(cache)):
+            cache.write(layer, fork, 3, **states(cache, layer, [999]))
+        assert cache.stats().pages_shared == before // 2
+        check_contents(cache, parent, range(2 * UNIT))
+        check_contents(cache, fork, [*range(3), 999, *range(4, 2 * UNIT)])
+
+
 def test_pages_to_unshare_that_are_not_to_be_had(pool_factory):
     with make_cache(pool_factory("host", 4)) as cache:  # one page a range
         (parent,) = slots_of(cache, UNIT)
