@@ -154,7 +154,7 @@ void bind_reader(nb::module_& module) {
           "files"_a, "words"_a, "cuda_library"_a)
       .def("sync", &ReaderCore::sync)
       .def("storage", &ReaderCore::storage, "range"_a, "offset"_a, "nbytes"_a)
-      // With `shown`, which its views leave in the same call.
+      // Clears `shown`, which has its tensors, in the same call (I17).
       .def(
           "close",
           [](ReaderCore& core, nb::dict shown) {

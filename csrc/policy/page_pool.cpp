@@ -40,6 +40,16 @@ constexpr std::size_t kReleasedAtOnce = 32;
 // pool is made on first use, and must not fail because another pool overcommits.
 constexpr std::size_t kLeastPart = 16;
 
+// Those of `all` that have not ended.
+template <typename T>
+std::vector<std::shared_ptr<T>> alive(const std::vector<std::weak_ptr<T>>& all) {
+  std::vector<std::shared_ptr<T>> found;
+  for (const std::weak_ptr<T>& one : all) {
+    if (std::shared_ptr<T> living = one.lock()) found.push_back(std::move(living));
+  }
+  return found;
+}
+
 // Locked before the lock of any pool: of two pools that are made at once, the later counts with the
 // budget of the earlier.
 std::mutex pools_mutex;  // guards pools()
@@ -54,9 +64,8 @@ std::vector<std::weak_ptr<PagePool>>& pools() {
 std::size_t default_budget(Driver& driver) {
   const DriverTraits& traits = driver.traits();
   std::size_t unused = 0;
-  for (const std::weak_ptr<PagePool>& one : pools()) {
-    const std::shared_ptr<PagePool> pool = one.lock();
-    if (!pool || pool->retired()) continue;
+  for (const std::shared_ptr<PagePool>& pool : alive(pools())) {
+    if (pool->retired()) continue;
     // A simulated device's memory is the host's, and it has a budget of its own all the same.
     if (pool->traits().name != traits.name || pool->traits().device != traits.device) continue;
     const PoolLock lock(pool);
@@ -337,13 +346,7 @@ void PagePool::set_budget(std::size_t bytes) {
   store_.set_budget(pages);
 }
 
-std::vector<std::shared_ptr<Shrinker>> PagePool::shrinkers() {
-  std::vector<std::shared_ptr<Shrinker>> all;
-  for (const std::weak_ptr<Shrinker>& one : shrinkers_) {
-    if (std::shared_ptr<Shrinker> shrinker = one.lock()) all.push_back(std::move(shrinker));
-  }
-  return all;
-}
+std::vector<std::shared_ptr<Shrinker>> PagePool::shrinkers() { return alive(shrinkers_); }
 
 void PagePool::add(const std::shared_ptr<Shrinker>& shrinker) {
   const PoolLock lock(shared_from_this());
@@ -442,9 +445,7 @@ void PagePool::leave_budgets() {
   std::vector<std::shared_ptr<PagePool>> all;
   {
     const std::lock_guard listed(pools_mutex);
-    for (const std::weak_ptr<PagePool>& one : pools()) {
-      if (std::shared_ptr<PagePool> pool = one.lock()) all.push_back(std::move(pool));
-    }
+    all = alive(pools());
   }
   for (const std::shared_ptr<PagePool>& pool : all) {
     const PoolLock lock(pool);

@@ -52,6 +52,13 @@ struct Scene {
   std::shared_ptr<PagePool> pool;
 };
 
+void await_busy(const std::shared_ptr<PagePool>& pool, const Client& client) {
+  CHECK(comes_true([&] {
+    const PoolLock lock(pool);
+    return client.busy();
+  }));
+}
+
 }  // namespace
 
 // A driver call of each kind takes so long that others come meanwhile, if the lock lets them.
@@ -170,10 +177,7 @@ TEST_CASE("what is freed while a part of it is unmapped is kept for the next own
   buffer->grow(caller, {0, kCapacity}, false);
   REQUIRE(control.hold_calls("cuMemUnmap", 1) == 0);
   buffer->shrink_to({0, 2});
-  for (bool busy = false; !busy;) {
-    const PoolLock lock(pool);
-    busy = buffer->busy();
-  }
+  await_busy(pool, *buffer);
   buffer->abandon();
   buffer.reset();
   REQUIRE(control.hold_calls("cuMemUnmap", 0) == 0);
@@ -257,19 +261,13 @@ TEST_CASE("what a refused growth has zeroed is used after the zeroing, in any st
   const std::shared_ptr<Buffer> slow = Buffer::create(pool, shape, caller);
   const std::shared_ptr<Buffer> wants = Buffer::create(pool, shape, caller);
   slow->grow(caller, {0, 2}, false);
-  const auto await_busy = [&](const Client& client) {
-    CHECK(comes_true([&] {
-      const PoolLock lock(pool);
-      return client.busy();
-    }));
-  };
   REQUIRE(control.hold_calls("cuMemMap", 1) == 0);
   wants->prepare(1);
-  await_busy(*wants);
+  await_busy(pool, *wants);
   REQUIRE(control.hold_calls("cuMemUnmap", 1) == 0);
   slow->shrink_to({0, 1});
   REQUIRE(control.hold_calls("cuMemMap", 0) == 0);
-  await_busy(*slow);
+  await_busy(pool, *slow);
   std::shared_ptr<Buffer> second = Buffer::create(pool, of_second, other);
   second->grow(other, {0, 2}, false);
   second->abandon();
