@@ -247,11 +247,14 @@ def every(n: int) -> int:
 
 
 def resident() -> int:
-    """Bytes of this process in memory, exactly; /proc/self/statm may be off by hundreds of KiB a core."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Rss:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no Rss in /proc/self/smaps_rollup")
+    """Bytes of anonymous and shared memory that this process has, exactly.
+
+    /proc/self/statm may be off by hundreds of KiB a core. Pages of libraries do not count: one call that torch makes
+    for the first time may map 2 MiB of them.
+    """
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
+    return (kilobytes["Anonymous"] + kilobytes["Pss_Shmem"]) << 10
 
 
 def memfd_mappings() -> int:
