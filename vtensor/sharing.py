@@ -210,8 +210,7 @@ class Reader(VTensor):
             ReaderCore.close(self._core)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copy = self.clone()
-        return copy
+        return self.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if self.closed:

@@ -298,9 +298,7 @@ class VTensor(torch.Tensor, Drawn):
     # -- unsafe methods of torch.Tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VTensor:
-        forked = self.fork()
-        memo[id(self)] = forked
-        return forked
+        return self.fork()
 
     def __copy__(self) -> torch.Tensor:
         return self.alias()

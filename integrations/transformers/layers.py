@@ -452,7 +452,7 @@ class VTensorLayer(DynamicLayer):
     def __deepcopy__(self, memo: dict[int, Any]) -> VTensorLayer:
         """A layer in the same pool that shares all whole pages until either writes (I6)."""
         self.settle()
-        memo[id(self)] = copied = twin_of(self)
+        copied = twin_of(self)
         copied.__dict__.update(owners=None, is_initialized=False)
         if self.owners is not None:
             copied._adopt_made(lambda owner: owner.fork(), *self.owners)
