@@ -17,7 +17,7 @@ import attention_support
 import fake_flash
 import vtensor
 from attention_support import HEADS, SIZE, plain_like
-from support import on_a_device, run_snippet
+from support import on_a_device, run_snippet, same_bytes
 
 PACKAGES = ("fa2", "fa3", "fa4")
 GROUPS = 2
@@ -76,6 +76,25 @@ def test_arguments_keep_their_order(host, seen, backend):
         new = noise(2, 1, HEADS, SIZE)
         shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=5, num_splits=3, backend=backend)
         assert seen.got["k"] is new and seen.got["cache_seqlens"] == 5 and seen.got["num_splits"] == 3
+
+
+@pytest.mark.parametrize("lengths", [None, 4, [4]])
+def test_flash_attention_4_over_a_cache(host, seen, lengths):
+    """It has no append, takes no rows beside those of q, and has other names and defaults for some options."""
+    k, v = caches(host, length=5)
+    q, new = noise(1, 1, HEADS * GROUPS, SIZE), noise(1, 1, HEADS, SIZE)
+    given = {"window_size": (2, -1), "return_softmax_lse": True, "backend": "fa4"}
+    if lengths is not None:
+        given |= {"k": new, "v": new}
+        given["cache_seqlens"] = lengths if lengths == 4 else torch.tensor(lengths, dtype=torch.int32)
+    out, _ = shims.flash_attn_with_kvcache(q, k, v, **given)
+    assert out.shape == q.shape and seen.got["window_size"] == (2, None) and seen.got["return_lse"]
+    assert seen.got["k"].shape == seen.got["v"].shape == (1, 5, HEADS, SIZE)
+    assert lengths is None or same_bytes(k[:1, 4:], new)
+    if lengths == [4]:
+        assert seen.got["seqused_k"].tolist() == [5]
+    assert shims.flash_attn_with_kvcache(q, k, v, cache_seqlens=3, backend="fa4").shape == q.shape
+    assert not seen.got["return_lse"] and seen.got["k"].shape[1] == 3
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
