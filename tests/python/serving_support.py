@@ -160,6 +160,10 @@ def check_books(scheduler: Scheduler) -> None:
             assert all(len(sequence.output) == sequence.generated for sequence in group.sequences)
     slots = [s.slot for group in scheduler.running + scheduler.swapped for s in group.holders]
     assert len(set(slots)) == len(slots)
+    if scheduler._books.settled and scheduler.planned is None:
+        running = [s.slot for group in scheduler.running for s in group.holders]
+        lengths = [scheduler.cache.length(slot) for slot in running]
+        assert [scheduler._books.lengths[slot] for slot in running] == lengths
 
 
 class LittleHostMemory:

@@ -500,6 +500,7 @@ def test_what_does_not_fit_the_budget_is_counted(pool_factory, kind):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is vtensor.OutOfPages and str(again) == str(error)
         assert pool.stats().pages_free == 2 and t.eq(1).all() and f.eq(1).all()
+        assert sum(not made.closed for made in pool._each_tensor()) == 2  # though the error keeps its frames
         testing.check_invariants(pool)
 
 

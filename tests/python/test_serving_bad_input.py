@@ -7,7 +7,7 @@ from array import array
 import pytest
 import torch
 
-from serving_support import FakeModel, Store, alone, choose, opened
+from serving_support import FakeModel, Store, alone, check_books, choose, opened
 from vtensor import InvalidArgument
 from vtensor.serving import Engine, Request, Scheduler
 
@@ -88,6 +88,29 @@ def test_what_the_model_cannot_compute_is_not_queued(cache):
     with pytest.raises(InvalidArgument, match="too large"):
         engine.submit(Request("large", [10], 2))
     assert list(engine.run([GOOD[0]])) == ["good"]
+
+
+def test_beams_continue_sequences_of_their_own_request(cache):
+    engine = Engine(Scheduler(cache), FakeModel(Store(cache)), choose)
+    engine.submit(Request("beams", [1, 0, 1], 4, samples=2))
+    reorder = engine.scheduler.reorder
+    for request in ("beams", "other"):
+        with pytest.raises(InvalidArgument, match="has no sequences at work"):
+            reorder(request, [0, 1])
+    engine.step()
+    engine.step()
+    (group,) = engine.scheduler.running
+    before = [sequence.tokens for sequence in group.live]
+    assert before[0] != before[1]
+    for sources in ([1], [0, 2], [-1, 0], [0, 1, 0]):
+        with pytest.raises(InvalidArgument, match="of 2 live sequences"):
+            reorder("beams", sources)
+    assert [sequence.tokens for sequence in group.live] == before
+    reorder("beams", [1, 1])
+    assert [sequence.tokens for sequence in group.live] == [before[1]] * 2
+    check_books(engine.scheduler)
+    (end,) = engine.run().values()
+    assert [tokens[:2] for tokens in end.tokens] == [before[1][3:]] * 2
 
 
 @pytest.mark.parametrize(

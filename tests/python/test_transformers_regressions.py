@@ -189,6 +189,29 @@ def test_one_side_of_a_window_is_assigned(pages):
     ours.reset()
 
 
+def test_a_refused_first_update_leaves_an_empty_layer(pages):
+    """I8: K fits, and V does not."""
+    layer = VTensorLayer(None, pages)
+    keys, values = states(1, 5)
+    with pytest.raises(vtensor.InvalidArgument, match="requires grad"):
+        layer.update(keys, values.requires_grad_())
+    assert not layer.is_initialized and layer.keys is None and layer.values is None
+    assert pages.stats().pages_active == 0
+
+
+def test_one_side_of_a_prepared_layer_is_assigned(pages):
+    """The room that was prepared in the other side goes first."""
+    layer = VTensorLayer(None, pages)
+    _, values = layer.update(*states(1, 5))
+    before, (new, _) = values.clone(), states(1, 5, seed=5)
+    layer.prepare(3)
+    layer.keys = new
+    assert layer.keys.equal(new) and layer.values.equal(before) and layer.get_seq_length() == 5
+    keys, values = layer.update(*states(1, 1, seed=6))
+    assert keys[:, :, :5].equal(new) and values[:, :, :5].equal(before) and keys.shape == values.shape
+    layer.reset()
+
+
 def test_a_refused_forward_leaves_a_layer_that_it_does_not_update(pages):
     """I8: of Mllama, a layer that keeps K and V of an image was once cut to the length of the text."""
     cache = VTensorCache(LlamaConfig(**SIZES | {"num_hidden_layers": 3}), None, pages)
