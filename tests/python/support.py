@@ -249,8 +249,8 @@ def every(n: int) -> int:
 def resident() -> int:
     """Bytes of anonymous and shared memory that this process has, exactly.
 
-    /proc/self/statm may be off by hundreds of KiB a core. Pages of libraries do not count: one call that torch makes
-    for the first time may map 2 MiB of them.
+    /proc/self/statm may be off by hundreds of KiB a core. Pages of libraries do not count: the first call of
+    a function of torch may map 2 MiB of them.
     """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}

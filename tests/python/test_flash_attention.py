@@ -80,7 +80,7 @@ def test_arguments_keep_their_order(host, seen, backend):
 
 @pytest.mark.parametrize("lengths", [None, 4, [4]])
 def test_flash_attention_4_over_a_cache(host, seen, lengths):
-    """It has no append, takes no rows beside those of q, and has other names and defaults for some options."""
+    """It has no append, takes no rows beside those of q, and has other names for some options."""
     k, v = caches(host, length=5)
     q, new = noise(1, 1, HEADS * GROUPS, SIZE), noise(1, 1, HEADS, SIZE)
     given = {"window_size": (2, -1), "return_softmax_lse": True, "backend": "fa4"}
