@@ -762,6 +762,9 @@ def test_a_module(pool, other):
     part = module.append(torch.nn.ReLU())[-1]  # without elements
     with pytest.raises(vtensor.InvalidArgument, match="no tensor of the module has memory"):
         ForkingPickler.dumps(vtensor.share(part))
+    module[0].bias = torch.nn.Parameter(torch.zeros(50))
+    with pytest.raises(vtensor.InvalidArgument, match="0.bias is not in the pool .* call vtensor.adopt"):
+        ForkingPickler.dumps(vtensor.share(module))
 
 
 def test_a_cache_shows_whole_steps(pool, other):
