@@ -219,6 +219,29 @@ def test_who_is_stopped_by_other_processes_keeps_nothing_and_goes_on_later(besid
     assert done.tokens == alone(grows) and not done.error
 
 
+def test_who_was_stopped_comes_back_with_room_for_more_than_it_had(beside):
+    """So that it makes progress each time."""
+    engine, other = beside(60)
+    scheduler, pool = engine.scheduler, engine.scheduler.cache.pool
+    engine.submit(request("grows", [0, 1] * 4, 30))
+    engine.step()
+    had = pool.stats().pages_active
+    while scheduler.running or not scheduler.waits_for_others:
+        with suppress(OutOfPages):
+            while True:
+                other.extend(PER_PAGE)
+        engine.step()
+    with suppress(OutOfPages):
+        while True:
+            other.extend(PER_PAGE)
+    freed = 0
+    while not scheduler.running:
+        other.shrink(PER_PAGE)
+        freed += 1
+        engine.step()
+    assert freed >= 2 * had > 0
+
+
 def test_waiting_for_other_processes_has_a_bound(beside):
     engine, other = beside(30, patience=0.05)
     other.extend(28 * PER_PAGE)
