@@ -345,6 +345,7 @@ class ObjectReader(Closes):
 
     _core: ReaderCore
     _tensors: dict[Any, torch.Tensor]
+    _instead = "send what it reads, from the process that writes, or copies of tensors, x.clone()"
 
     def __init__(self) -> None:
         raise InvalidArgument(

@@ -531,6 +531,16 @@ def test_plain_pickles_hand_nothing_over(pool):
             pickle.dumps(what)
 
 
+def test_a_reader_is_not_sent_on(pool):
+    arena = vtensor.Arena(PAGE, pool=pool)
+    for reader, refusal in ((received(rows(pool, 10)), vtensor.VTensorError), (received(arena), TypeError)):
+        for _ in "open", "closed":
+            with pytest.raises(refusal, match=r"^\[\w*Reader.*: send .* from the process that writes"):
+                ForkingPickler.dumps(reader)
+            reader.close()
+    arena.close()
+
+
 @on_the_host
 @pytest.mark.parametrize(
     "wrong",

@@ -95,7 +95,7 @@ def test_what_has_memory_is_neither_pickled_nor_copied(host, copied) -> None:
     cache = vtensor.KVCache(1, 1, 8, 2, 16, torch.float32, pool=host)
     for thing in (host, arena, cache, vtensor.Blocks(arena, 2, [(0, 4096, 4096)])):
         name = type(thing).__name__
-        with pytest.raises(TypeError, match=rf"^\[{name}\] a {name} can be neither pickled .*: make"):
+        with pytest.raises(TypeError, match=rf"^\[{name}\] it can be neither pickled .*: make"):
             copied(thing)
     arena.close()
     cache.close()

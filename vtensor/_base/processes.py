@@ -33,11 +33,12 @@ each storage of vtensor's, and an attribute of the object wins over the method o
 class StaysHere:
     """An object that is neither pickled nor copied: its memory is mapped in this process, at one place."""
 
+    _instead = "make another one, and send or save tensors with x.clone()"
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        name = type(self).__name__
         raise TypeError(
-            f"[{name}] a {name} can be neither pickled nor copied, its memory is mapped in this process: "
-            "make another one, and send or save tensors with x.clone()"
+            f"[{type(self).__name__}] it can be neither pickled nor copied, its memory is mapped in this "
+            f"process: {self._instead}"
         )
 
 
