@@ -168,7 +168,7 @@ class TensorMachine(RuleBasedStateMachine):
         data = bytes_of(fresh).reshape(t.rows, t.length - start, t.memory.item_bytes)
         if written is not None:
             assert torch.equal(data, written)
-        elif t.zeroed:
+        elif t.zeroed or not t.dropped:
             assert not data.any()
         else:
             assert only_of(data, t.families), "new positions show another owner's bytes"
@@ -428,6 +428,7 @@ class TensorMachine(RuleBasedStateMachine):
         if self.attempt(t.pool, shrink, fail) is REFUSED:
             return
         t.length -= n
+        t.dropped |= n > 0
         if way == "front":
             t.front += n
         if t.length == 0:
@@ -441,6 +442,7 @@ class TensorMachine(RuleBasedStateMachine):
         n = t.length * part // 4
         if n and self.attempt(t.pool, lambda: t.actual.shrink(n, front=True), None) is not REFUSED:
             t.length -= n
+            t.dropped = True
             t.front += n
         self.extend(index=index, amount=amount, fail=fail)
 
@@ -471,7 +473,8 @@ class TensorMachine(RuleBasedStateMachine):
         t.family, child_family = self.new_family(), self.new_family()
         t.families = before | {t.family}
         families = before | {child_family}
-        f = replace(t, actual=child, memory=memory, family=child_family, families=families, front=0)
+        f = replace(t, actual=child, memory=memory, family=child_family, families=families)
+        f.front, f.dropped = 0, False
         self.settle_address(f)
         self.tensors.append(f)
 
@@ -500,7 +503,7 @@ class TensorMachine(RuleBasedStateMachine):
             t.memory.cells = t.memory.cells[rows]
             return
         t.memory = t.memory.copy(rows, start=t.front)
-        t.front = 0
+        t.front, t.dropped = 0, True
         t.shape_before = (len(chosen), *t.shape_before[1:])
         self.settle_address(t)
 

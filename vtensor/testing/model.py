@@ -93,6 +93,7 @@ class ModelTensor:
     front: int = 0
     length: int = 0
     zeroed: bool = False
+    dropped: bool = False  # positions, whose bytes growth may show again
     move: bool = False
     base: int = 0  # address of position 0
     row_stride: int = 0  # bytes
