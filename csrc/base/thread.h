@@ -17,13 +17,15 @@
 
 namespace vtensor {
 
-// Blocks all signals in this thread while it lives, and for good in threads started meanwhile.
+// Blocks all signals but those of faults, which are the thread's own, in this thread while it
+// lives, and for good in threads started meanwhile.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
+    sigset_t others;
+    sigfillset(&others);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&others, fault);
+    pthread_sigmask(SIG_SETMASK, &others, &before_);
   }
   ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
   SignalsBlocked& operator=(SignalsBlocked&&) = delete;

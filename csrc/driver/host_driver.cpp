@@ -104,17 +104,21 @@ class HostDriver final : public Driver {
                .adjacent_handles = true,
                .kernel_copies_on_write = true,
                .exports = options.shareable ? ExportKind::file : ExportKind::none};
-    if (options.memory < 0) open_memfd();
     copy_stream_ = kCopyStream;
+    const std::lock_guard no_fork(registry_mutex);
+    registry().reserve(registry().size() + 1);
+    if (options.memory < 0) open_memfd();
+    registry().push_back(this);
   }
 
   ~HostDriver() override {
     copies_.reset();
-    const std::lock_guard registered(registry_mutex);
+    const std::lock_guard no_fork(registry_mutex);
     std::erase(registry(), this);
     // The ranges that are left are those of a broken pool, and nothing reaches them.
     if (left_behind()) return;
     for (const auto& [range, left] : reservations_) munmap(pointer(left.begin), left.size());
+    memfd_ = Descriptor(-1);  // no fork before it is closed
   }
 
   // For the handlers of fork(2): during a fork no range is reserved or freed.
@@ -525,13 +529,10 @@ const int refused_handlers = pthread_atfork(prepare, resume, resume_in_child);
 }  // namespace
 
 std::unique_ptr<Driver> make_host_driver(const HostOptions& options) {
-  auto driver = std::make_unique<HostDriver>(options);
   if (refused_handlers != 0)
     throw std::system_error(refused_handlers, std::generic_category(), "pthread_atfork");
   watch_forks();
-  const std::lock_guard lock(registry_mutex);
-  registry().push_back(driver.get());
-  return driver;
+  return std::make_unique<HostDriver>(options);
 }
 
 }  // namespace vtensor

@@ -113,16 +113,18 @@ std::string MapLimit::advice(std::size_t bytes) const {
 
 void MapLimit::check_now(std::size_t more) {
   const std::lock_guard lock(mutex_);
-  const std::size_t limit = std::min(source_.limit(), kNoLimit);
+  const std::size_t limit = std::min(source_.limit(), kNoLimit), count = source_.count();
   const std::size_t headroom = std::min<std::size_t>(512, limit / 16);
-  const std::size_t used = source_.count() + headroom;
+  const std::size_t used = count + headroom;
   const std::size_t room = limit - std::min(limit, used);
   if (more > room) {
     throw DriverError("mmap", ENOMEM, "ENOMEM", "[host map] need ", more,
                       " kernel mappings more, with ", headroom, " to be left free; ", advice());
   }
   if (!ballast_ && room > 2 * kBallast + more) take_ballast();
-  const std::size_t ahead = std::max({more, room / 2, std::min(room, kFewestBetweenCounts)});
+  // What cannot be read now, as where no descriptor is left, is looked at again soon.
+  const std::size_t known = count == 0 || limit == kNoLimit ? 0 : room;
+  const std::size_t ahead = std::max({more, known / 2, std::min(room, kFewestBetweenCounts)});
   left_.store(static_cast<std::ptrdiff_t>(ahead - more), std::memory_order_relaxed);
 }
 

@@ -34,11 +34,12 @@ constexpr std::size_t kLongestName = 64;
 constexpr std::uint32_t kLayout = 3;
 constexpr std::uint64_t kMagic = 0x7465677564627476;  // "vtbudget"
 // The file is locked for the time of a few stores, unless its holder is stopped. Tries are counted,
-// and not time: this process, or its machine, may have been stopped too.
+// and not time: this process, or its machine, may have been stopped too. The kernel makes each
+// pause some 50 us longer.
 constexpr std::chrono::nanoseconds kLockPatience = std::chrono::seconds(1);
 constexpr std::chrono::nanoseconds kLockPause = std::chrono::microseconds(100);
 constexpr int kWithoutPause = 16;
-constexpr int kLockTries = kWithoutPause + static_cast<int>(kLockPatience / kLockPause);
+constexpr int kLockTries = kWithoutPause + static_cast<int>(kLockPatience / (1.5 * kLockPause));
 // How often a survey looks for answers.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 

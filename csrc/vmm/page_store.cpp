@@ -202,15 +202,18 @@ void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   const std::size_t most = sub_sat(budget(), used_ + private_copies_ + taken);
   if (spare() > most) empty_oldest(nullptr, spare() - most);
   // Kept memory is charged too, and must go if other pools have taken all else, or if the budget's
-  // file can no longer be asked.
-  const auto is_charged = [&]() VT_LOCKED {
+  // file cannot be asked: asking again would take as long again.
+  for (bool answered = true; answered && spare() != 0;) {
+    std::size_t room = 0;
     try {
-      return charge(taken, spare());
+      if (charge(taken, spare())) return;
+      room = in_pages(ledger_->balance().room);
     } catch (const Error&) {
-      return false;
+      answered = false;
     }
-  };
-  while (spare() != 0 && !is_charged()) empty_oldest(nullptr, 1);
+    const std::size_t over = sub_sat(to_charge(taken, spare()), charged() + room);
+    empty_oldest(nullptr, std::clamp<std::size_t>(over, 1, spare()));
+  }
   require_charge(taken, spare());
 }
 

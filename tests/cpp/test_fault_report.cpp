@@ -20,6 +20,7 @@
 
 #include "base/fault_report.h"
 #include "base/process.h"
+#include "base/thread.h"
 #include "cpp/host_fixture.h"
 
 namespace vtensor::faults {
@@ -200,6 +201,16 @@ TEST_CASE("a handler that was to serve once serves once") {
     explain(to);
   });
   CHECK(count(ended, "vtensor: SIGSEGV") == 1);
+}
+
+TEST_CASE("a thread of our own takes no signal but those of its faults") {
+  const std::array faults{SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+  start_thread("test", ThreadRole::caller, "", [&] {
+    sigset_t blocked;
+    pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+    for (const int fault : faults) CHECK(sigismember(&blocked, fault) == 0);
+    for (const int other : {SIGINT, SIGTERM, SIGCHLD}) CHECK(sigismember(&blocked, other) == 1);
+  })->join();
 }
 
 TEST_CASE("what a handler asked not to be blocked is not, and what it asked to be is") {

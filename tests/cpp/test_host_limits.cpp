@@ -187,6 +187,18 @@ TEST_CASE_FIXTURE(FakeLimit, "mappings that others make meanwhile are noticed") 
 }
 
 // The driver saw a lot of room, and then others took all of it.
+TEST_CASE_FIXTURE(FakeLimit, "what could not be read is looked at again soon") {
+  const auto [limit_read, others_read] = std::pair{limit, others};
+  for (const bool of_limit : {false, true}) {
+    of_limit ? limit = std::size_t{1} << 40 : others = 0;
+    checked.check_now(1);
+    limit = limit_read, others = others_read;
+    const int before = samples;
+    for (std::size_t n = 0; n < 64; ++n) checked.admit(1);
+    CHECK(samples == before + 1);
+  }
+}
+
 TEST_CASE("at the kernel's limit a refusal leaves all as it was, and taking down works") {  // I8
   if (limit_is_out_of_reach() || under_qemu("takes mappings that the process cannot count")) return;
   constexpr std::size_t kPages = 200;

@@ -304,6 +304,25 @@ assert reap(pid) == 0
     ).check()
 
 
+def test_no_child_keeps_the_memory_of_a_pool_that_is_just_made_or_closed():
+    run_snippet(
+        PARENT
+        + """
+import threading
+stop = threading.Event()
+def make():
+    while not stop.is_set(): open_pool("host", 4).close()
+makers = [threading.Thread(target=make, daemon=True) for _ in range(2)]
+for maker in makers: maker.start()
+def child():
+    assert memfds() == 0, os.listdir("/proc/self/fd")
+assert [reap(fork(child)) for _ in range(40)] == [0] * 40
+stop.set()
+for maker in makers: maker.join(20)
+"""
+    ).check()
+
+
 def test_sleeping_contents_do_not_stay_with_a_child(tmp_path):
     """The file in a folder has no name: a child with its descriptor or its mapping would keep its bytes."""
     check(

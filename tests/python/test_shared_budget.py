@@ -8,11 +8,13 @@ processes of their own.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -567,6 +569,18 @@ def test_what_a_pool_holds_it_uses_without_the_file(name):
         os.unlink(path_of(name))
         assert len(pages(pool, 3)) == 3 and len(t) == 1
         testing.check_invariants(pool)
+
+
+def test_a_stopped_process_that_has_locked_the_file_is_waited_for_once(name):
+    """I12: not for each spare page that goes instead."""
+    with budgeted(name, prefetch=0, cache=0) as pool, open(path_of(name), "r+b") as file:
+        given, _, t = pages(pool, 16), pages(pool, 1), pages(pool, 1)
+        given.close()
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+        began = time.monotonic()
+        t.extend(16)
+        assert 0.5 < time.monotonic() - began < 4
+        assert pool.stats().pages_used == 18
 
 
 def test_a_pool_that_can_give_nothing_back_answers(name):
