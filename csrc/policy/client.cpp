@@ -283,7 +283,9 @@ bool Client::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
 }
 
 void Client::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
-  for (const Interval indices : range_.runs_of(Why::prefetched)) {
+  for (Interval indices : range_.runs_of(Why::prefetched)) {
+    indices.begin = range_.first_not_whole(indices, Why::prefetched);
+    indices.end = indices.begin + std::min(indices.size(), pages);
     for (Reservation::Run run : range_.collect(indices, is_unmapped)) {
       run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
       pages -= run.indices.size();

@@ -195,17 +195,17 @@ void Buffer::set_ready(std::size_t end) {
   ready_until_ = whole_below(ready_end_);
 }
 
-std::size_t Buffer::ready_in(std::size_t end) const {
-  return range_.first_not({extent_.end, end}, [this](Entry entry) VT_LOCKED {
+std::size_t Buffer::ready_in(Interval indices) const {
+  return range_.first_not(indices, [this](Entry entry) VT_LOCKED {
     return is_writable(entry) && range_.clean(*entry.page());
   });
 }
 
 void Buffer::ahead_changed() {
   if (!owned_) return;
-  std::size_t end = extent_.end;
-  while (range_.why(end) == Why::prefetched) ++end;
-  set_ready(ready_in(end));
+  const std::size_t end = range_.first_not_whole({extent_.end, range_.reserved()}, Why::prefetched);
+  // What was ready and has not gone is ready still.
+  set_ready(ready_in({std::min(ready_end_, end), end}));
 }
 
 bool Buffer::is_ready(Interval positions, std::size_t written) const {
@@ -284,7 +284,7 @@ void Buffer::shrink_to(Interval positions, std::size_t keep) noexcept {
     kept_end = indices_of({positions.begin, lead()}).end;
   }
   release(Why::prefetched, kept_end);
-  set_ready(ready_in(std::min(was_ready, kept_end)));
+  set_ready(ready_in({extent_.end, std::min(was_ready, kept_end)}));
   range_.set_why({extent_.end, ready_end_}, Why::prefetched);
   give_back_unused();
 }
@@ -535,13 +535,11 @@ bool Buffer::reuse_cached(const Caller& caller) {
 // -- reports
 
 void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
-  for (std::size_t index = extent_.begin; index < ready_end_; ++index) {
-    const Why why = range_.why(index);
-    const bool right = why == (index < extent_.end ? Why::needed : Why::prefetched);
-    if (!right || range_.count_mapped({index, index + 1}) != range_.rows()) {
-      throw Error("I3: index ", index,
-                  " is in an extent, or ready, and is not mapped in every row, or may go");
-    }
+  std::size_t index = range_.first_not_whole(extent_, Why::needed);
+  if (index == extent_.end) index = range_.first_not_whole({index, ready_end_}, Why::prefetched);
+  if (index < ready_end_) {
+    throw Error("I3: index ", index,
+                " is in an extent, or ready, and is not mapped in every row, or may go");
   }
   if (range_.mapped(Why::needed) != extent_.size() * range_.rows() && !busy_)
     throw Error("I4: pages count as active that no extent has");

@@ -233,8 +233,8 @@ class Buffer final : public Client {
   // The deferred pages are mapped: they become the owner's.
   void enter_deferred() VT_LOCKED;
   void set_ready(std::size_t end) VT_LOCKED;
-  // The first page index from the extent's end up to `end` that is not ready.
-  std::size_t ready_in(std::size_t end) const VT_LOCKED;
+  // The first page index of `indices` that is not ready.
+  std::size_t ready_in(Interval indices) const VT_LOCKED;
   // After a growth that `added` positions, and `crossed` into new pages: asks the mapper for more
   // if growth at this pace would soon pass the ready pages.
   void look_ahead(std::size_t added, bool crossed) VT_LOCKED;

@@ -26,6 +26,16 @@ std::vector<Interval> PageTable::runs_of(Why why, std::size_t most) const {
   return runs;
 }
 
+std::size_t PageTable::first_not_whole(Interval indices, Why why) const {
+  std::size_t end = indices.begin;
+  each_alike(indices_, indices, [&](std::size_t i, std::span<const Index> some) VT_LOCKED {
+    if (i != end || some.front() != Index(rows_, why)) return false;
+    end += some.size();
+    return true;
+  });
+  return end;
+}
+
 void PageTable::replace(std::size_t i, std::span<Index> some, Index to) noexcept {
   const Index was = some.front();
   std::fill(some.begin(), some.end(), to);

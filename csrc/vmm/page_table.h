@@ -160,6 +160,8 @@ class PageTable {
   // An interval with all indices of which this is the case, and runs of the first `most` of them.
   Interval hull_of(Why why) const VT_LOCKED { return of(why).hull; }
   std::vector<Interval> runs_of(Why why, std::size_t most = SIZE_MAX) const VT_LOCKED;
+  // The first of `indices` at which not every row is mapped, for this reason.
+  std::size_t first_not_whole(Interval indices, Why why) const VT_LOCKED;
 
   // Mapped pages, also those that are leaving.
   std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }

@@ -151,7 +151,11 @@ bool Placement::is_free(const HandleRun& run, std::size_t index, bool resident) 
 // Throws Error if there is none, which the run's counts deny.
 std::size_t Placement::first_free(HandleRun& run, bool resident) const {
   std::size_t& from = resident ? run.spare_from : run.empty_from;
-  while (from < run.length && !is_free(run, from, resident)) ++from;
+  while (from < run.length && !is_free(run, from, resident)) {
+    ++from;
+    // Pages without a record have no memory.
+    if (resident) from = std::min(run.length, pages_.next(run.first + from) - run.first);
+  }
   if (from == run.length) throw Error("I5: the free pages from ", run.first, " on are miscounted");
   return from;
 }
