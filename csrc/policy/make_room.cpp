@@ -43,11 +43,13 @@ bool may_bring_memory(const Client& client) { return client.asleep.load() == 0; 
 class MakeRoom::Request {
  public:
   Request(PageStore& store, std::size_t pages) : store_(store), pages_(pages) {}
-  ~Request() VT_LOCKED { want(0); }
+  ~Request() VT_LOCKED { withdraw(); }
   Request& operator=(Request&&) = delete;
 
   std::chrono::nanoseconds waited() const { return steady_clock::now() - since_; }
 
+  // Nothing is missing: other pools give up no more.
+  void withdraw() VT_LOCKED { want(0); }
   // Asks for what is missing: again if more is missing than was asked for, as when the mapper has
   // given back memory meanwhile. True while it may come.
   bool ask() VT_LOCKED {
@@ -110,6 +112,7 @@ bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
   for (bool unlocked = false;; unlocked = true) {
     const std::size_t free = free_pages(pages, private_copies);
     const bool in_budget = free >= pages;
+    if (in_budget) request.withdraw();
     const std::size_t missing = in_budget ? sub_sat(pages, store.releasable()) : pages - free;
     if (in_budget && pages <= store.beside_reserve()) {
       try {

@@ -29,6 +29,7 @@ import vtensor
 from kv_support import grown, lengths_with, make_cache
 from reader_process import Helper
 from scenes import Tensors
+from stream_support import SimulatedDevice
 from support import (
     SOAK,
     beside,
@@ -387,13 +388,23 @@ def prefixes(pool, tokens, **kw):
     return cache
 
 
+@contextlib.contextmanager
+def slow_memory(kind):
+    if kind == "simcuda":
+        SimulatedDevice().slow("cuMemCreate", 100)
+    yield
+    if kind == "simcuda":
+        SimulatedDevice().let_go()
+
+
 def test_prefixes_that_no_request_uses_go_to_the_pool_that_needs_memory(kind, name):
     with budgeted(name, 256, kind=kind) as keeper, budgeted(name, 256, kind=kind) as pool:
         cache = prefixes(keeper, 400, max_len=512)
         kept = keeper.stats().pages_indexed
         assert kept > 64
         t = pages(pool)
-        t.extend(256 - held(keeper)[0] + 1)
+        with sampled(name), slow_memory(kind):  # so that the keeper is awake while memory is made
+            t.extend(256 - held(keeper)[0] + 1)
         assert 0 < keeper.stats().pages_indexed < kept  # some go, and not all
         t.extend(256 - len(t))
         assert keeper.stats().pages_indexed == 0 and held(pool) == (256, 0)
