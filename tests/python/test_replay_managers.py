@@ -37,7 +37,8 @@ class FramesWithContents(PagedCache):
 
     def check(self):
         refs = Counter(frame for table in self.tables for frame in table)
-        assert [refs[frame] for frame in range(len(self.frames))] == self._refs
+        assert [refs[frame] for frame in range(len(self._refs))] == self._refs
+        assert len(self._refs) + self._unused == len(self.frames)
         assert set(self._free) == {frame for frame, n in enumerate(self._refs) if n == 0}
         assert all(self._hash_of[frame] == known for known, frame in self._frame_of.items())
 
@@ -167,6 +168,11 @@ def test_the_ideal_cache_is_full_to_the_last_token():
     assert cache.length(user) == 4 and not grown(cache, slot, 9)
     cache.free(user)
     assert grown(cache, slot, 12)
+
+
+def test_frames_cost_nothing_before_they_are_used():
+    cache = PagedCache(2**60, 4, 64, frame_tokens=FRAME)  # a token of 4 bytes, in much memory
+    assert cache.step([9, 0, 0, 0]) and cache.tables[0] == [0, 1, 2]
 
 
 @given(shapes=st.lists(shapes, min_size=1, max_size=10), tokens=st.integers(45, 100))

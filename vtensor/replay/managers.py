@@ -100,10 +100,11 @@ class PagedCache(OneSample):
         self.evictions = 0
         # The length up to which each slot needs no new frame.
         self._room = [0] * max_batch
-        self._refs = [0] * frames
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(frames))  # next to use first
+        self._unused = frames  # what no request has had: millions for a small model
+        self._refs: list[int] = []
+        self._free: OrderedDict[int, None] = OrderedDict()  # what one has given back, next to use first
         self._frame_of: dict[int, int] = {}  # by the hash of a full frame and all before it
-        self._hash_of: list[int | None] = [None] * frames
+        self._hash_of: list[int | None] = []
 
     def alloc(self, tokens: Sequence[int] | None = None, *, salt: str = "", expect: int = 0) -> int:
         slot, size = self._free_slots.pop(), self.frame_tokens
@@ -119,7 +120,7 @@ class PagedCache(OneSample):
 
     def step(self, lengths: Sequence[int]) -> bool:
         size, grown = self.frame_tokens, self._grown(lengths)
-        if self._frames_for(grown, lengths) > len(self._free):
+        if self._frames_for(grown, lengths) > self._unused + len(self._free):
             return False
         for slot in grown:
             table = self.tables[slot]
@@ -130,7 +131,7 @@ class PagedCache(OneSample):
         return True
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        return self._frames_for(self._grown(lengths), lengths) <= len(self._free)
+        return self._frames_for(self._grown(lengths), lengths) <= self._unused + len(self._free)
 
     def free(self, slot: int) -> None:
         super().free(slot)
@@ -150,7 +151,13 @@ class PagedCache(OneSample):
         return sum(-(-lengths[slot] // self.frame_tokens) - len(self.tables[slot]) for slot in slots)
 
     def _take(self) -> int:
-        frame, _ = self._free.popitem(last=False)
+        frame = next(iter(self._free), -1)
+        if self._unused and (frame < 0 or self._hash_of[frame] is not None):
+            self._unused -= 1
+            self._refs.append(1)
+            self._hash_of.append(None)
+            return len(self._refs) - 1
+        del self._free[frame]
         known = self._hash_of[frame]
         if known is not None:
             del self._frame_of[known]
