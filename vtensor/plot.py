@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from vtensor import _core, trace
 from vtensor._base.arguments import type_text
+from vtensor._base.terminal import drawable
 from vtensor._base.units import byte_text
 from vtensor._pictures.events import lanes, memory_points, thinned
 from vtensor._pictures.pages import (
@@ -343,8 +344,7 @@ def timeline(trace: Trace, *, ax: Axes | None = None) -> Axes:
         if any(what in lane.marks for lane in found):
             _label(axes, what.replace("_", " "), colour, marker)
     axes.set(xlabel=unit, xlim=(0, lasts / scale), ylim=(len(found), -0.25))
-    axes.set_yticks([number + 0.4 for number in range(len(found))], [lane.name for lane in found])
-    axes.tick_params(axis="y", length=0)
+    _name_lanes(axes, [number + 0.4 for number in range(len(found))], [lane.name for lane in found])
     return _finish(axes, "What each thread did")
 
 
@@ -377,8 +377,7 @@ def sharing(owners: Owners, *, ax: Axes | None = None) -> Axes:
         if any(page.state == state for lane in ordered for page in lane.pages.values()):
             _label(axes, state, COLOURS[state])
     axes.set(xlim=(0, max(1, slots)), ylim=(max(1, len(ordered)), 0), xlabel="page of the row")
-    axes.set_yticks([number + 0.5 for number in range(len(ordered))], [lane.name for lane in ordered])
-    axes.tick_params(axis="y", length=0)
+    _name_lanes(axes, [number + 0.5 for number in range(len(ordered))], [lane.name for lane in ordered])
     axes.locator_params(axis="x", integer=True)
     there = [page for lane in found for page in lane.pages.values() if page.state != "asleep"]
     own = len({page.key for page in there})
@@ -416,9 +415,8 @@ def fragmentation(owners: Any, *, ax: Axes | None = None) -> Axes:
         mapped, data = sum(parts.values()), parts["data"]
         over = f"+{100 * (mapped - data) / data:,.1f}%" if data else "no data"
         axes.text(left[name], number, f" {over}", va="center", fontsize=9)
-    axes.set_yticks(range(len(measured)), list(measured))
+    _name_lanes(axes, range(len(measured)), list(measured))
     axes.set(xlabel=unit, xlim=(0, 1.15 * max(left.values()) or 1.0), ylim=(len(measured) - 0.5, -0.5))
-    axes.tick_params(axis="y", length=0)
     return _finish(axes, "What is mapped beyond the data")
 
 
@@ -437,6 +435,11 @@ def _axes(operation: str, ax: Axes | None, size: tuple[float, float]) -> Axes:
         ) from error
     made: Axes = pyplot.subplots(figsize=size, layout="constrained")[1]
     return made
+
+
+def _name_lanes(axes: Axes, places: Sequence[float], names: Sequence[str]) -> None:
+    axes.set_yticks(places, list(map(drawable, names)), parse_math=False)  # a name may have dollar signs
+    axes.tick_params(axis="y", length=0)
 
 
 def _finish(axes: Axes, title: str) -> Axes:

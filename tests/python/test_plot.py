@@ -181,6 +181,12 @@ def test_they_draw_on_the_axes_given(host):
         assert draw(what) not in given
 
 
+def test_names_are_drawn_as_they_are(host, tmp_path):
+    named = {"$a_{$": filled(host, 3), "\udcff": filled(host, 2)}  # no formula, and no text
+    for draw in (vtensor.plot.sharing, vtensor.plot.fragmentation):
+        draw(named).figure.savefig(tmp_path / "drawn.png")
+
+
 def test_without_matplotlib_a_line_says_what_to_install(host, monkeypatch):
     for name in ("matplotlib", "matplotlib.pyplot"):
         monkeypatch.setitem(sys.modules, name, None)

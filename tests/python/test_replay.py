@@ -356,6 +356,13 @@ def test_a_picture_that_cannot_be_written_costs_no_figures(tmp_path, capsys, nam
     assert f"error: [replay] {tmp_path / name} cannot be drawn" in shown.err
 
 
+@pytest.mark.parametrize("name", ["$a_{$.csv", "\udcff.csv"])
+def test_a_picture_names_the_trace_as_it_is(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    trace = few_rows(tmp_path).rename(tmp_path / name)
+    assert run_here(trace, "--policy", "ideal", "--plot", tmp_path / "replay.png") == 0
+
+
 class Left(io.StringIO):
     def write(self, text):
         raise BrokenPipeError

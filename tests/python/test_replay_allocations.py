@@ -354,6 +354,7 @@ def test_the_table(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json_and_a_picture(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = tmp_path / "picture.png"
+    small = small.rename(tmp_path / "$a_{$\udcff.csv")
     assert command(str(small), str(small), "--json", "--plot", str(drawn)) == 0
     result = json.loads(capsys.readouterr().out)
     assert drawn.read_bytes().startswith(b"\x89PNG")

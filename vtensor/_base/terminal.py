@@ -35,6 +35,11 @@ class Progress:
             tell("\r\x1b[K")
 
 
+def drawable(name: str) -> str:
+    """The name for a picture: no font has the bytes of a file's name that are no text."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def tell(text: str) -> None:
     """Writes to stderr, if there is one that takes it."""
     with suppress(AttributeError, OSError, ValueError):  # it is None, its reader has gone, or it is closed

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtensor._base.terminal import aligned
+from vtensor._base.terminal import aligned, drawable
 from vtensor._base.units import byte_text
 from vtensor.allocations.events import AllocationTrace
 from vtensor.allocations.replay import ROOM, Need, Run
@@ -130,7 +130,7 @@ def picture(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> 
             axes.set_ylim(0, None)
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
-        line[0].set_ylabel(f"{comparison.name}\nMiB", fontsize=8)
+        line[0].set_ylabel(f"{drawable(comparison.name)}\nMiB", fontsize=8, parse_math=False)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     try:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vtensor._base.terminal import aligned
+from vtensor._base.terminal import aligned, drawable
 from vtensor.errors import VTensorError
 from vtensor.replay.simulate import Result
 
@@ -94,7 +94,7 @@ def picture(results: Sequence[Result], path: str | os.PathLike[str], title: str)
     for axes in (running, held, first, each):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-    figure.suptitle(title, fontweight="bold")
+    figure.suptitle(drawable(title), fontweight="bold", parse_math=False)  # it names a file
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
