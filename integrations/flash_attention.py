@@ -363,8 +363,7 @@ def _fa4_with_kvcache(module: Any) -> Callable[..., Any]:
     ) -> Any:
         added = 0 if k is v is None else append(q, k_cache, v_cache, k, v, cache_seqlens)
         batch = q.shape[0]
-        if k_cache.shape[0] > batch:  # this package takes no further rows
-            k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]  # this package takes no further rows
         options: dict[str, Any] = {
             "softmax_scale": softmax_scale,
             "causal": causal,

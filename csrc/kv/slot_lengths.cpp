@@ -102,7 +102,8 @@ void SlotLengths::require_length(const Caller& caller, std::size_t slot, std::in
                            ": make the cache with a larger max_len");
   }
   if (states_[slot] == SlotState::free)
-    throw InvalidArgument("[", caller.operation, "] slot ", slot, " is free: its length must be 0");
+    throw InvalidArgument("[", caller.operation, "] slot ", slot, " is free, and is to have ",
+                          length, " tokens: call alloc() first, or give it length 0");
   if (states_[slot] == SlotState::swapped)
     throw InvalidArgument("[", caller.operation, "] slot ", slot,
                           " is swapped out: its length must be 0 until swap_in");

@@ -98,7 +98,7 @@ void RangeReader::require_open(bool look) {
   if (state == State::closed) {
     throw Closed("[", kOperation,
                  "] the writer has closed the object, or moved it: what was read last stays "
-                 "readable; receive the object again for more");
+                 "readable; for more receive the object again, while it is open");
   }
   if (state == State::asleep) {
     throw Asleep("[", kOperation,

@@ -77,7 +77,8 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         self._own_name: str = config._attn_implementation
         if self._own_name not in _OWN:
             raise InvalidArgument(
-                f"[ServedModel] attn_implementation is {self._own_name!r}: set the model to one of {_OWN}"
+                f"[ServedModel] attn_implementation is {self._own_name!r}: set the model to one of {_OWN}, "
+                "or close() the ServedModel that serves it, or its config"
             )
         kinds = set(getattr(config, "layer_types", None) or [])
         if config.is_encoder_decoder or not kinds <= {"full_attention", "sliding_attention"}:
@@ -153,7 +154,7 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
                 **{CACHE: self._states},
             )
         if self._attended != len(self.cache):  # other attention mixes the requests
-            raise _not_served(self.model, "does not attend through AttentionInterface once a layer")
+            raise _not_served(self.model, "attends otherwise than once a layer, or its ServedModel is closed")
         logits: torch.Tensor = output.logits[0]
         return logits if len(logits) == len(ends) else logits[ends]  # some models keep those of all tokens
 
@@ -185,7 +186,7 @@ class ServedModel(AbstractContextManager["ServedModel", None]):
         if key is not k or value is not v:
             raise InvalidArgument(
                 f"[ServedModel] {type(module).__name__} does not attend, once, to the K and V just cached: "
-                "close() the ServedModel before other uses of the model. If this is none, it is not served"
+                "close() the ServedModel before other uses of the model. What attends otherwise is not served"
             )
         source = sys.modules[type(module).__module__]
         unnamed = self._narrow and "sliding_window" not in options

@@ -125,7 +125,7 @@ NOT_SERVED = {
         one_layer_apart,
         hf.LlamaConfig,
         {},
-        "does not attend through AttentionInterface once a layer",
+        "attends otherwise than once a layer",
     ),
     "Llama, with a layer more": (
         one_layer_more,

@@ -20,8 +20,8 @@ from vtensor.errors import VTensorError
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise VTensorError(
-        "[torch.multiprocessing] this tensor's memory belongs to a vtensor.Pool, which maps it in this "
-        "process alone: share or send a copy, x.clone()"
+        "[torch.multiprocessing] torch cannot share this tensor's memory, which a vtensor.Pool maps: send a "
+        "copy, x.clone(), or from a shareable pool a whole VTensor, Arena, KVCache or vtensor.share(module)"
     )
 
 
