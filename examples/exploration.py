@@ -7,7 +7,7 @@ Needs matplotlib and hypothesis: ``pip install 'vtensor[plot]' hypothesis``.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -85,7 +85,9 @@ def test_a_ring_survives_any_refusal() -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "ring")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("ring"), help="for the pictures")
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     with vtensor.Pool("cpu", page_size=4096, budget="64MiB") as pool:
         record(pool, folder)

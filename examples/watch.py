@@ -7,6 +7,7 @@ The picture needs matplotlib: ``pip install 'vtensor[plot]'``.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import random
 import sys
@@ -87,4 +88,6 @@ def main(picture: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if sys.argv[1:] else None)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("picture", type=Path, nargs="?", help="where to save one, such as watch.png")
+    main(parser.parse_args().picture)
