@@ -123,7 +123,7 @@ PageMessage WriterMemory::ask(std::span<const Handle> theirs) {
     throw refused(kOperation, Call::sendmsg, error, "a question to the writer", "try again");
   }
   const auto until = steady_clock::now() + kPatience;
-  for (;;) {
+  for (;;) {  // passes over answers to questions that timed out
     bool gone = false;
     std::optional<PageMessage> answer = PageMessage::receive(socket_, gone);
     if (gone) throw ended();
@@ -136,7 +136,6 @@ PageMessage WriterMemory::ask(std::span<const Handle> theirs) {
         refuse_received("the writer's answer does not fit the question");
       return std::move(*answer);
     }
-    if (answer) continue;  // to a question that timed out
     if (steady_clock::now() >= until) {
       throw TimedOut(kOperation, kPatience,
                      "the writer has not answered: its process is stopped, or a kernel does not "
