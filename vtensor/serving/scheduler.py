@@ -451,7 +451,7 @@ class Scheduler:
         tokens = max(sequence.known for sequence in group.live)
         reason = (
             f"{tokens} tokens in {len(group.live)} sequences do not fit into the cache's memory with nothing "
-            "else running: give its pool a larger budget, or ask for less"
+            "else running: give its pool a larger budget, free what else it holds, or ask for less"
         )
         if self._short_since is not None:
             reason += f"; other processes of the shared budget gave back too little in {self.patience:g} s"
