@@ -83,7 +83,7 @@ def test_a_module_stays_what_it_is(pool):
     model(tokens).sum().backward()
     optimizer.step()
     model.zero_grad()
-    with pytest.raises(vtensor.VTensorError, match=r"belongs to a vtensor.Pool.*x.clone"):
+    with pytest.raises(vtensor.VTensorError, match=r"which a vtensor.Pool maps.*x.clone"):
         model.first.data.share_memory_()
     pool.close()
     assert torch.isfinite(model(tokens)).all()  # tensors outlive the pool
