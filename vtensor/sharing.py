@@ -314,11 +314,13 @@ def _receive(sent: _Sent, words: int) -> ReaderCore:
 
 def _reduce(tensor: VTensor) -> Any:
     core = tensor._core
-    sent = _send(TensorCore.open_for_readers(core, tensor))
+    # Opened first: a tensor that then moves is refused as it arrives. Multiprocessing's own descriptors stay
+    # until they are received, so they come last: a tensor that then closes has none yet.
+    files = TensorCore.open_for_readers(core, tensor)
     sizes = [*tensor.shape]
     sizes[core.grow_dim] = core.capacity
     view = _View(0, core.phase, tuple(sizes), tensor.stride(), core.dtype)
-    return _rebuild, (sent, view, core.grow_dim)
+    return _rebuild, (_send(files), view, core.grow_dim)
 
 
 def _rebuild(sent: _Sent, view: _View, grow_dim: int) -> Reader:

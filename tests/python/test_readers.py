@@ -662,6 +662,24 @@ def test_handing_over_that_is_interrupted_leaves_no_descriptor(pool, monkeypatch
     assert at_every_bytecode(setup=open_files, operation=hand_over, check=check) > 50
 
 
+def test_a_tensor_that_closes_as_it_is_sent_leaves_no_descriptor(pool, monkeypatch):
+    """A queue pickles on a thread of its own, beside the one that closes."""
+    t, duplicated = rows(pool, 10), []
+
+    class Closing:
+        @staticmethod
+        def open_for_readers(core: Any, tensor: VTensor) -> Any:
+            opened = core.open_for_readers(tensor)
+            tensor.close()
+            return opened
+
+    monkeypatch.setattr(sharing, "TensorCore", Closing)
+    monkeypatch.setattr(sharing.reduction, "DupFd", duplicated.append)
+    with pytest.raises(vtensor.Closed):
+        ForkingPickler.dumps(t)
+    assert not duplicated  # multiprocessing would keep them until they are received
+
+
 def test_an_interrupted_sync_shows_all_of_one_moment(pool):  # I17
     t = rows(pool, 10)
     reader = received(t)
