@@ -73,7 +73,7 @@ def checksum(t: torch.Tensor) -> int:
 
 def named_memory() -> set[str]:
     """Files in /dev/shm, but for those that other tests make meanwhile: shared budgets, semaphores."""
-    others = (f"vtensor-{os.geteuid()}-", "sem.", "torch_", "vllm")
+    others = (f"vtensor-{os.geteuid()}-", "sem.", "torch_", "psm_", "vllm")
     return {
         name for name in os.listdir("/dev/shm") if not name.startswith(others) or str(os.getpid()) in name
     }
