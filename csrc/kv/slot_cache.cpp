@@ -414,9 +414,9 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
   const auto drop = [&]() noexcept {
     for (const std::size_t slot : dropped) leave(slot);
   };
+  std::vector<std::size_t> result(sources.begin(), sources.end()), made;
+  made.reserve(sources.size());  // nothing fails between a fork and its entry here
   if (!beside) drop();
-  std::vector<std::size_t> result(sources.begin(), sources.end());
-  std::vector<std::size_t> made;
   try {
     for (std::size_t i = 0; i < sources.size(); ++i) {
       const auto before = sources.first(i);
