@@ -326,7 +326,7 @@ std::size_t Arena::trim(const Caller& caller, std::span<const Interval> interval
   std::size_t pages = 0;
   for (const Interval some : intervals) {
     const Interval within = pages_of(some);
-    for (std::size_t i = within.begin; i < within.end; ++i) {
+    for (std::size_t i = uses_.next(within.begin); i < within.end; i = uses_.next(i + 1)) {
       if (!is_mapped(range_.at(0, i))) continue;
       if (range_.why(i) != Why::cached && range_.why(i) != Why::prefetched) continue;
       set_why(i, Why::unneeded);

@@ -213,6 +213,7 @@ nb::object cache_of(const Launch& launch, nb::handle tensor) {
   nb::object cache = range.cache();
   if (range.open->cache == nullptr || cache.is_none())
     throw Closed("[KVCache] the cache whose layer this is has been closed: make a new one");
+  range.open->cache->buffers().range(0)->raise_if_asleep(launch.operation);
   TensorFacts seen;
   if (!torch.read(tensor, seen)) return cache;
   const std::size_t rank = seen.shape.size(), dim = launch.positions_dim(rank);
@@ -231,7 +232,8 @@ nb::object cache_of(const Launch& launch, nb::handle tensor) {
     for (const auto& [row, positions] : *needed) {
       const std::size_t slot = rows->slot(row);
       const std::int64_t tokens = rows->tokens(positions);
-      const std::size_t has = of.lengths().here(slot, of.buffers().group(range.group).band);
+      const std::size_t band = of.buffers().group(range.group).band;
+      const std::size_t has = of.is_deferred(slot) ? 0 : of.lengths().here(slot, band);
       if (tokens > static_cast<std::int64_t>(has))
         refuse(launch.operation, tokens, " tokens of slot ", slot,
                " are to be read or written, step() has made ", has,

@@ -67,7 +67,7 @@ bool TorchBridge::borrow(nb::handle object, dlpack::Tensor& seen) {
 bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
   if (dlpack::Tensor seen; borrow(tensor, seen)) {
     facts.data = static_cast<char*>(seen.data) + seen.byte_offset;
-    facts.item_bytes = seen.dtype.bits / 8;
+    facts.item_bytes = seen.dtype.bits * seen.dtype.lanes / 8;
     facts.dtype = seen.dtype;
     facts.device = seen.device;
     facts.shape.assign(seen.shape, seen.shape + seen.ndim);

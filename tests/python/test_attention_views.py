@@ -163,6 +163,28 @@ def test_a_closed_tensor(grown):
     refused(*grown, says=["closed"], error=vtensor.Closed)
 
 
+def test_a_cache_that_is_asleep(cache, host):
+    host.sleep(contents="host")
+    with pytest.raises(vtensor.Asleep):
+        views("attend", *cache[0], False, 2)
+    host.wake()
+    assert views("attend", *cache[0], rows=0)[2] is cache
+
+
+def test_a_slot_whose_prefix_is_still_to_be_mapped(pool_factory):
+    pool = pool_factory("host", prefetch=1 << 16)
+    with vtensor.KVCache(1, HEADS, SIZE, ROWS, 512, torch.float32, pool=pool, lookahead=16) as made:
+        first, tokens = made.alloc(), list(range(256))
+        made.step([256 if slot == first else 0 for slot in range(ROWS)])
+        made.publish(first, tokens)
+        slot = made.alloc(tokens, deferred=True)
+        known = made.length(slot)
+        k, v = (side[slot : slot + 1] for side in made[0])
+        refused(k, v, False, known, says=[f"of slot {slot}", "0 ready"])
+        made.wait(slot)
+        assert known and views("attend", k, v, False, known)[2] is made
+
+
 def test_a_cache_that_is_gone_but_for_its_core(host):
     """A thread may be inside one of its operations."""
     cache = vtensor.KVCache(1, HEADS, SIZE, ROWS, 4, torch.bfloat16, pool=host)
