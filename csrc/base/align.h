@@ -10,7 +10,7 @@ constexpr std::size_t ceil_div(std::size_t n, std::size_t unit) {
   return n / unit + (n % unit != 0);
 }
 
-// `a - b`, or 0 if that is less than 0; as C++26 has it.
+// `a - b`, or 0 if `b` is larger: std::sub_sat of C++26.
 constexpr std::size_t sub_sat(std::size_t a, std::size_t b) { return a > b ? a - b : 0; }
 
 // `a * b`, or nothing if the product passes SIZE_MAX.
@@ -22,8 +22,7 @@ inline std::optional<std::size_t> checked_multiply(std::size_t a, std::size_t b)
 
 inline constexpr std::size_t kCacheLine = 64;
 
-// Begins to load all of an object's cache lines at once, before the first of them is needed;
-// `kWrites`: to write to them.
+// Prefetches all cache lines of an object at once; `kWrites`: for writing.
 template <bool kWrites = false>
 void prefetch_lines(const void* object, std::size_t bytes) {
   const auto* const begin = static_cast<const std::byte*>(object);

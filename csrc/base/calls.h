@@ -1,5 +1,4 @@
-// Every driver call: its name, how often each kind of thread has made it, and the injected failure
-// of the n-th.
+// Every driver call: its name, counts by kind of thread, and injected failures.
 #pragma once
 
 #include <array>
@@ -10,7 +9,7 @@
 
 namespace vtensor {
 
-// X(name), of calls of the system
+// X(name of a system call)
 #define VTENSOR_SYSTEM_CALLS(X)                                                \
   X(memfd_create)                                                              \
   X(mmap)      /* map and remap */                                             \
@@ -19,7 +18,7 @@ namespace vtensor {
   X(madvise)   /* populate */                                                  \
   X(pwrite)    /* page copies */                                               \
   X(pagemap)   /* search for private copies */                                 \
-  X(open)      /* from here on by shared budgets and readers alone */          \
+  X(open)      /* from here on: for shared budgets and readers only */         \
   X(fcntl)     /* F_OFD_SETLK */                                               \
   X(eventfd)                                                                   \
   X(socketpair)                                                                \
@@ -84,7 +83,7 @@ inline constexpr std::array<std::string_view, kCallCount> kCallNames = {
 
 constexpr std::string_view name_of(Call call) { return kCallNames[static_cast<std::size_t>(call)]; }
 
-// What a thread does in the library; driver calls are counted by it.
+// The kinds of threads by which driver calls are counted.
 enum class ThreadRole : std::uint8_t { caller, mapper };
 
 inline thread_local ThreadRole thread_role = ThreadRole::caller;
@@ -92,8 +91,8 @@ inline thread_local ThreadRole thread_role = ThreadRole::caller;
 // One per driver. `enter` is called before every driver call.
 class CallMeter {
  public:
-  // Counts the call. True if an injected failure replaces it: then the driver does not make the
-  // call and behaves as if it had been refused.
+  // Counts the call. True if the call is to fail: the driver then does not make it, and acts as if
+  // the system had refused it.
   bool enter(Call call) {
     counts_[static_cast<std::size_t>(thread_role)][static_cast<std::size_t>(call)].fetch_add(
         1, std::memory_order_relaxed);
@@ -108,7 +107,7 @@ class CallMeter {
         std::memory_order_relaxed);
   }
 
-  // Injected failures since `fail_after`.
+  // Calls made to fail since `fail_after`.
   std::uint64_t refused(Call call) const {
     return refused_[static_cast<std::size_t>(call)].load(std::memory_order_relaxed);
   }
@@ -125,9 +124,9 @@ class CallMeter {
  private:
   std::array<std::array<std::atomic<std::uint64_t>, kCallCount>, 2> counts_{};
   std::array<std::atomic<std::uint64_t>, kCallCount> refused_{};
-  // Calls seen since `fail_after` skipped its last one: below 0, so beyond `refuse_`, until then.
+  // Calls since `fail_after`, less the skipped ones: below 0, so past `refuse_`, while skipping.
   std::atomic<std::uint64_t> passed_{0};
-  std::atomic<std::uint64_t> refuse_{0};  // calls to refuse from then on; 0: disarmed
+  std::atomic<std::uint64_t> refuse_{0};  // calls to refuse after the skipped ones; 0: disarmed
 };
 
 }  // namespace vtensor

@@ -1,4 +1,4 @@
-// One more of something, for a lifetime.
+// Increments a count for a scope.
 #pragma once
 
 #include <cstddef>

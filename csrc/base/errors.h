@@ -1,4 +1,4 @@
-// The errors that cross the library's border. Each is one Python class of vtensor.errors.
+// The errors that the library throws. bind/module.cpp maps each to a class of vtensor.errors.
 #pragma once
 
 #include <chrono>
@@ -34,7 +34,7 @@ std::string text(const Parts&... parts) {
   return joined;
 }
 
-// A message reads "[operation] what was asked, what there is: what to do"; `parts` are its parts.
+// A message reads "[operation] what was asked, what there is: what to do"; `parts` are joined.
 class Error : public std::runtime_error {
  public:
   template <MessagePart... Parts>
@@ -67,7 +67,7 @@ class NoFreeSlot : public Error {
   using Error::Error;
 };
 
-// The device has memory, which the pool's reserve keeps for other users of the device.
+// The device has the memory, but the pool's reserve leaves it to other users of the device.
 class ReserveReached : public OutOfPages {
   using OutOfPages::OutOfPages;
 };
@@ -88,7 +88,7 @@ class TimedOut : public Error {
       : Error("[", operation, "] timed out after ", seconds_text(bound), ": ", what) {}
 };
 
-// A refused driver call. The driver has undone what the same operation did before it.
+// A refused driver call. Every operation but Driver::map has undone its earlier calls.
 class DriverError : public Error {
  public:
   template <MessagePart... Parts>
@@ -107,7 +107,7 @@ class DeviceOutOfMemory : public DriverError {
   explicit DeviceOutOfMemory(const DriverError& cause) : DriverError(cause) {}
 };
 
-// A remap was refused and so was its undoing: what is mapped there is not known.
+// A remap was refused, and so was putting the old pages back: nothing says what is mapped there.
 class UndoFailed : public DriverError {
  public:
   explicit UndoFailed(const DriverError& cause) : DriverError(cause) {}

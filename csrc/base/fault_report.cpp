@@ -26,7 +26,7 @@ Text& Text::operator<<(std::string_view text) noexcept {
 }
 
 Text& Text::write(std::size_t number, int digits) noexcept {
-  std::array<char, 20> written;  // 2^64 has as many digits
+  std::array<char, 20> written;  // the digits of 2^64
   const auto end =
       std::to_chars(written.data(), written.data() + written.size(), number, digits).ptr;
   return *this << std::string_view(written.data(), static_cast<std::size_t>(end - written.data()));
@@ -72,7 +72,7 @@ class Ranges {
     --readers_;
   }
 
-  // For a fork: a child that has ranges of its own, as readers are, finds the lock free.
+  // For fork(2): the child may make ranges, for readers, and finds the lock free.
   void lock() { changing_.lock(); }
   void unlock() { changing_.unlock(); }
 
@@ -106,9 +106,9 @@ constexpr int kOff = -1;
 std::mutex switching;
 std::atomic<int> report_to{kOff};
 Action before[std::size(kSignals)];   // the handlers that ours hands on to
-bool installed[std::size(kSignals)];  // ours is, as far as we know
+bool installed[std::size(kSignals)];  // whether ours is, as far as we know
 
-// What the processor says of a page fault. Known on x86-64 alone.
+// A page fault as the processor reports it; on x86-64 only.
 struct PageFault {
   std::uintptr_t at;
   bool write;
@@ -126,8 +126,8 @@ std::optional<PageFault> page_fault([[maybe_unused]] const void* context) noexce
   return std::nullopt;
 }
 
-// Where the fault was. A handler that runs before ours, such as faulthandler's, may raise the
-// signal anew instead of calling ours: then only the context still has the address.
+// The address of the fault. A handler that runs first, such as faulthandler's, may raise the signal
+// anew instead of calling ours: then only the context has the address.
 std::optional<std::uintptr_t> address_of(const siginfo_t& info, const void* context) noexcept {
   if (info.si_code > 0) return reinterpret_cast<std::uintptr_t>(info.si_addr);
   if (info.si_code != SI_TKILL || info.si_pid != getpid()) return std::nullopt;
@@ -168,10 +168,9 @@ long milliseconds() noexcept {
   return now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
 }
 
-// Writes what a reader takes within a second. poll() alone does not keep a write from waiting:
-// another writer may fill a pipe in between. So the call itself must not wait. A descriptor that
-// does not know RWF_NOWAIT takes single bytes, for which poll() has found room, unless no reader
-// empties it.
+// Writes for a second at most. A write may block after poll(), if another writer fills the pipe in
+// between: so RWF_NOWAIT. A descriptor that does not know RWF_NOWAIT gets single bytes, for which
+// poll() has found room.
 void write_in_time(int to, std::string_view text) noexcept {
   struct stat file{};
   const bool on_disk = fstat(to, &file) == 0 && S_ISREG(file.st_mode);
@@ -204,14 +203,14 @@ void report(int to, int signal, const siginfo_t& info, const void* context) noex
   if (!text.view().empty()) write_in_time(to, text.view());
 }
 
-// Does what the kernel would have done without our handler. A fault without another handler happens
-// again, under the default action: the core dump shows it, and the exit status is the signal's.
+// Acts as the kernel would without our handler. A fault without another handler happens again,
+// under the default action: the core dump shows it, and the exit status is the signal's.
 void hand_on(int signal, siginfo_t* info, void* context) noexcept {
   const auto at = std::find(std::begin(kSignals), std::end(kSignals), signal);
   const Action& next = before[at - std::begin(kSignals)];
   Action end = {};
   end.sa_handler = SIG_DFL;
-  const bool raised = info->si_code <= 0;  // by a process: it does not happen again
+  const bool raised = info->si_code <= 0;  // by a process: the fault does not happen again
   if (next.sa_handler == SIG_IGN && raised) return;
   if (next.sa_handler == SIG_IGN || next.sa_handler == SIG_DFL) {
     sigaction(signal, &end, nullptr);
@@ -248,8 +247,8 @@ void install() noexcept {
   for (std::size_t i = 0; i < std::size(kSignals); ++i) {
     Action now = {};
     sigaction(kSignals[i], nullptr, &now);
-    // A handler that was installed after ours may hand on to ours. If ours then handed on to that
-    // one, the two would call each other for ever.
+    // A handler installed after ours may call ours. If ours then called it too, neither would
+    // return.
     const bool none = now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN;
     if (is_ours(now) || (installed[i] && !none)) continue;
     before[i] = now;
@@ -271,12 +270,12 @@ Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
 }
 
 void Forget::operator()(Range* range) const noexcept {
-  // A forked child gives back no addresses of its parent's, and explains faults there to the end.
+  // A forked child frees no addresses of its parent, and explains faults there to the end.
   if (range->made_in_ == fork_depth.load(std::memory_order_relaxed)) ranges.remove(range);
 }
 
 bool asleep_at(std::uintptr_t at) noexcept {
-  const std::lock_guard lock(ranges);  // not as a handler, beside which a range would be left over
+  const std::lock_guard lock(ranges);  // beside `read`, a removed range would be left over
   const Range* const range = ranges.at(at);
   return range != nullptr && range->asleep();
 }

@@ -1,6 +1,6 @@
-// Reports what a SIGSEGV or SIGBUS of the host hit among our addresses, and hands the signal on to
-// the handler that was installed before. Reports are made inside the handler: no locks, no
-// allocation, no exceptions, and a bounded wait for their reader.
+// Reports which object of the library a SIGSEGV or SIGBUS hit, and passes the signal to the handler
+// that was installed before. Reports are made inside the handler: no locks, no allocation, no
+// exceptions, and a bounded wait for their reader.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace vtensor::faults {
 
-// The text of a report. What does not fit is cut off.
+// The text of a report, cut off where its memory ends.
 class Text {
  public:
   Text& operator<<(std::string_view text) noexcept;
@@ -33,8 +33,8 @@ T glimpse(const T& value) noexcept {
   return std::atomic_ref<T>(const_cast<T&>(value)).load(std::memory_order_relaxed);
 }
 
-// Reserved addresses, and what a report says of them. Its functions are called in a signal handler,
-// while any thread may change what they read.
+// Reserved addresses, and how reports describe a fault there. Signal handlers call the functions,
+// while any thread may change what the functions read.
 class Range {
  public:
   virtual ~Range() = default;
@@ -42,17 +42,17 @@ class Range {
 
   std::uintptr_t base() const noexcept { return base_; }
   std::size_t bytes() const noexcept { return bytes_; }
-  // The host cannot touch what is mapped there.
+  // The host cannot access the memory.
   bool on_device() const noexcept { return on_device_; }
-  // Names what `at` is the address of, to follow "a write to".
+  // Names the thing at `at`, to follow "a write to".
   virtual void name(Text& text, std::uintptr_t at) const noexcept = 0;
-  // Says why an access there faults, and what to do.
+  // Says why an access to `at` faults, and what to do.
   virtual void explain(Text& text, std::uintptr_t at) const noexcept = 0;
-  // Its memory is away, which explains any fault.
+  // A range that is asleep has no memory, which explains any fault.
   void set_asleep(bool asleep) noexcept { asleep_.store(asleep, std::memory_order_relaxed); }
   bool asleep() const noexcept { return asleep_.load(std::memory_order_relaxed); }
-  // Whether `at` is to be reported: once, and a few addresses at most. A handler that returns, as
-  // Python's do, makes the same fault happen again for ever.
+  // Whether to report a fault at `at`: true once an address, for a few addresses. When a handler
+  // returns, as Python's do, the same fault happens again for ever.
   bool is_first_report(std::uintptr_t at) noexcept;
 
  private:
@@ -65,7 +65,7 @@ class Range {
   std::uintptr_t base_ = 0;
   std::size_t bytes_ = 0;
   bool on_device_ = false;
-  std::uint32_t made_in_ = 0;  // which process, by its fork_depth
+  std::uint32_t made_in_ = 0;  // fork_depth of the process that made the range
   std::atomic<Range*> next_{nullptr};
   Range* previous_ = nullptr;
 };
@@ -80,17 +80,18 @@ using Known = std::unique_ptr<Range, Forget>;
 Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
            bool on_device) noexcept;
 
-// Whether memory of ours at this address is away.
+// Whether the address lies in a range that is asleep.
 bool asleep_at(std::uintptr_t at) noexcept;
 
 // Starts reporting faults at our addresses to the file descriptor `to`. A handler that was
 // installed after ours stays.
 void explain(int to);
-// Starts it in a forked child, where our addresses fault: to where the parent's reports go, or else
-// to standard error. Makes system calls only, because a thread of the parent may hold any lock.
+// Starts reporting in a forked child, where our addresses fault: to the parent's file descriptor,
+// or else to standard error. Makes system calls only, because a thread of the parent may hold any
+// lock.
 void explain_in_child() noexcept;
-// Stops reporting, and removes our handler unless another was installed since: that one may hand on
-// to ours, which then only hands on.
+// Stops reporting. Removes our handler, unless another one was installed later: the other may call
+// ours, and ours then only passes the signal on.
 void explain_nothing();
 
 }  // namespace vtensor::faults

@@ -23,13 +23,13 @@ inline Interval intersection(Interval a, Interval b) {
   return both.empty() ? Interval{} : both;
 }
 
-// The smallest interval with both.
+// The smallest interval that contains both.
 inline Interval hull(Interval a, Interval b) {
   if (a.empty() || b.empty()) return a.empty() ? b : a;
   return {std::min(a.begin, b.begin), std::max(a.end, b.end)};
 }
 
-// What lies in `a` before `b`, and behind it; either may be empty.
+// The parts of `a` before `b` and after `b`; either may be empty.
 inline std::array<Interval, 2> difference(Interval a, Interval b) {
   return {{{a.begin, std::min(a.end, b.begin)}, {std::max(a.begin, b.end), a.end}}};
 }

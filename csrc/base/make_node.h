@@ -1,4 +1,4 @@
-// A node of a set or a map, made before what it is to record: then recording needs no memory.
+// Makes a node of a set or a map in advance: inserting it later needs no memory.
 #pragma once
 
 namespace vtensor {

@@ -10,19 +10,19 @@
 
 namespace vtensor {
 
-// `kChunk` elements come together.
+// Memory comes in chunks of `kChunk` elements.
 template <typename T, std::size_t kChunk = 64>
 class SparseArray {
  public:
-  // What is not reserved is as T{}.
+  // An element that is not reserved reads as T{}.
   const T& operator[](std::size_t i) const {
     const Chunk* const chunk = i / kChunk < chunks_.size() ? chunks_[i / kChunk] : nullptr;
     return chunk != nullptr ? (*chunk)[i % kChunk] : kAbsent;
   }
-  // Requires: it is reserved.
+  // Requires: element i is reserved.
   T& reserved(std::size_t i) { return (*chunks_[i / kChunk])[i % kChunk]; }
 
-  // Prefetches what says where element i is, and then, if it is present, the element.
+  // Prefetch in two steps: the pointer to the chunk of element i, then the element if present.
   void prefetch_place(std::size_t i) const {
     if (i / kChunk < chunks_.size())
       __builtin_prefetch(static_cast<const void*>(&chunks_[i / kChunk]));
@@ -32,8 +32,8 @@ class SparseArray {
       __builtin_prefetch(&(*chunks_[i / kChunk])[i % kChunk], 1);
   }
 
-  // Makes the elements [begin, end) present, and their neighbours; those of one call lie side by
-  // side. Throws std::bad_alloc; every element is as before then.
+  // Makes the elements [begin, end) present, and the rest of their chunks. Chunks of one call lie
+  // side by side. Throws std::bad_alloc; every element is as before then.
   void reserve(std::size_t begin, std::size_t end) {
     if (begin >= end) return;
     const std::size_t last = (end - 1) / kChunk;

@@ -1,4 +1,4 @@
-// Calls of the operating system, and what it refused in words.
+// System calls, and the errors that describe refusals.
 #pragma once
 
 #include <fcntl.h>
@@ -34,8 +34,8 @@ inline DriverError refused(const char* operation, Call call, int error, const st
           text("[", operation, "] ", what, " was refused with ", name, ": ", remedy)};
 }
 
-// Makes a call of the system, which `body` does, returning whether the system did it. Counts it; a
-// test may have it refused with `injected`. Throws `refused`.
+// Counts and makes a system call by `body`, which returns whether the call succeeded and leaves the
+// reason in errno if not. A failure injected by a test has the error `injected`. Throws `refused`.
 template <typename Body>
 void make_call(CallMeter& meter, const char* operation, Call call, int injected,
                const std::string& what, const std::string& remedy, Body body) {
@@ -43,7 +43,8 @@ void make_call(CallMeter& meter, const char* operation, Call call, int injected,
   if (error != 0) throw refused(operation, call, error, what, remedy);
 }
 
-// An open file of its own over the memfd of `descriptor`, for another process. `what` names that.
+// Opens the memfd of `descriptor` again, as an open file of its own for another process. `what`
+// names the memfd in messages.
 inline Descriptor open_anew(CallMeter& meter, const char* operation, int descriptor, int flags,
                             const std::string& what) {
   Descriptor opened(-1);

@@ -28,8 +28,8 @@ std::int64_t read_clock(clockid_t clock) {
   return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
 }
 
-// How far Unix time is ahead of now(), to some ten nanoseconds: the measurement of ten that was
-// interrupted least.
+// How far Unix time is ahead of now(), to some ten nanoseconds: by the shortest of ten
+// measurements, which was interrupted least.
 std::uint64_t measure_unix_offset() {
   std::int64_t offset = 0, shortest = std::numeric_limits<std::int64_t>::max();
   for (int i = 0; i < 10; ++i) {
@@ -74,7 +74,7 @@ Recording::Recording(std::size_t capacity)
     throw Error("[trace.record] need ", bytes,
                 " bytes of addresses, the system has fewer: ask for fewer events");
   }
-  // A huge page takes as long to come as a traced operation does.
+  // The first touch of a huge page takes as long as a traced operation.
   madvise(memory, bytes, MADV_NOHUGEPAGE);
   ring_ = static_cast<Event*>(memory);
   unix_offset_ = measure_unix_offset();

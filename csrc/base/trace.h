@@ -18,19 +18,19 @@ namespace vtensor::trace {
 #define VTENSOR_TRACE_KINDS(X)                                                              \
   X(driver_call) /* `call` says which */                                                    \
   X(extend)      /* a tensor's length grew */                                               \
-  X(shrink)      /* or went back, `close` included */                                       \
+  X(shrink)      /* a tensor's length fell, `close` included */                             \
   X(prepare)     /* growth was announced */                                                 \
   X(fork)        /* pages became shared */                                                  \
   X(unshare)     /* shared pages became a tensor's own */                                   \
   X(map)         /* pages came to stand behind addresses */                                 \
-  X(unmap)       /* and left them */                                                        \
+  X(unmap)       /* pages left their addresses */                                           \
   X(retire)      /* pages wait for a fence or for the mapper */                             \
   X(revive)      /* waiting or prepared pages were taken into use, without a driver call */ \
   X(zero)                                                                                   \
   X(copy)                                                                                   \
   X(populate)                                                                               \
-  X(cache) /* a closed tensor left its mapped pages for the next one */                     \
-  X(reuse) /* which took them */                                                            \
+  X(cache) /* a closed tensor left mapped pages for the next */                             \
+  X(reuse) /* the next tensor took cached pages */                                          \
   X(lease)                                                                                  \
   X(wait) /* a thread waited: for a fence, for the mapper, for pages */                     \
   X(out_of_memory)                                                                          \
@@ -53,19 +53,18 @@ inline bool recording() { return on.load(std::memory_order_relaxed); }
 std::uint64_t now() noexcept;
 
 struct Event {
-  std::uint64_t begin;         // nanoseconds of Unix time, which torch's profiler writes too
+  std::uint64_t begin;  // nanoseconds of now(); events() makes it Unix time, as in torch's profile
   std::uint64_t duration = 0;  // nanoseconds
   std::uint64_t address;
   std::uint64_t bytes;
   std::uint64_t subject = 0;  // the first address of a tensor's range; 0: of no tensor
-  std::uint32_t thread = 0;   // as the kernel numbers it
+  std::uint32_t thread = 0;   // the kernel's number
   What what;
-  Call call = Call::count_;  // which one, if `what` is driver_call
+  Call call = Call::count_;  // if `what` is driver_call
   ThreadRole role = ThreadRole::caller;
 };
 
-// Gives one event of the calling thread, which it notes, to the recording, if one runs. `begin` is
-// a time of now().
+// Records an event of the calling thread, if a recording runs. `event.begin` is a time of now().
 void record(Event event) noexcept;
 
 inline void event(What what, std::uint64_t address, std::uint64_t bytes,
@@ -96,13 +95,12 @@ class Span {
   Event event_;
 };
 
-// The newest of the events that begin and end between its making and stop(). One runs at a time.
-// It has memory for events that came. All methods may be called from any thread. In a forked child
-// nothing is recorded, and events() and dropped() throw (I13).
+// Keeps the newest of the events that begin and end between construction and stop(). One recording
+// runs at a time. Memory is taken as events come. All methods may be called from any thread. In a
+// forked child nothing is recorded, and events() and dropped() throw (I13).
 class Recording {
  public:
-  // 48 MiB if so many events come: 4,096 decode steps over the K and V of 64 layers, two events
-  // each.
+  // 48 MiB when full: 4,096 decode steps over the K and V of 64 layers, two events each.
   static constexpr std::size_t kDefaultCapacity = std::size_t{1} << 20;
 
   // Room for at least `capacity` events, at most 2^28. Throws Error while another runs.
@@ -114,7 +112,7 @@ class Recording {
   void stop();
   // The events so far, sorted by begin; of two with the same begin the longer first.
   std::vector<Event> events() const;
-  // How many events newer ones have replaced.
+  // How many events were replaced by newer ones.
   std::uint64_t dropped() const;
 
   std::size_t capacity() const { return capacity_; }
@@ -125,7 +123,7 @@ class Recording {
 
   const std::size_t capacity_;
   Event* ring_;                // event number n is at n % capacity_
-  std::uint64_t count_ = 0;    // events that came
+  std::uint64_t count_ = 0;    // events recorded so far
   std::uint64_t start_;        // as now() gives it
   std::uint64_t unix_offset_;  // Unix time less now()
 };

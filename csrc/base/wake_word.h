@@ -1,5 +1,5 @@
-// A word that one thread sleeps on until another thread wakes it, of this process or of one that
-// maps the word too. Zeros are a word in good order.
+// A word on which one thread sleeps until another thread wakes it, of this process or of one that
+// maps the word too. Zeroed memory is a valid word.
 #pragma once
 
 #include <linux/futex.h>
@@ -21,8 +21,8 @@ class WakeWord {
   void wake() noexcept {
     if (set()) syscall(SYS_futex, &state_, FUTEX_WAKE, 1, nullptr, nullptr, 0);
   }
-  // Sleeps until `wake` is called, or has been since `reset`; until `until` at most. May return
-  // for no reason.
+  // Sleeps until `wake` is called; returns at once if it was called since `reset`. Sleeps until
+  // `until` at most, and may return for no reason.
   void sleep(Time until) noexcept {
     if (!arm()) return;
     // FUTEX_WAIT_BITSET takes the time of CLOCK_MONOTONIC, which is that of steady_clock.
@@ -32,11 +32,11 @@ class WakeWord {
     syscall(SYS_futex, &state_, FUTEX_WAIT_BITSET, asleep, until == Time::max() ? nullptr : &at,
             nullptr, FUTEX_BITSET_MATCH_ANY);
   }
-  // The thread looks at what it was woken for from here on.
+  // Called before the thread looks for work: a `wake` from here on ends the next sleep.
   void reset() noexcept { state_.exchange(awake); }
 
-  // The halves of `wake` and `sleep`, for a thread that sleeps on another word than this one:
-  // whether it sleeps, or is about to; and whether it may.
+  // The first halves of `wake` and `sleep`, for a thread that sleeps on another word than this one.
+  // `set` says whether the thread sleeps, or is about to; `arm` whether it may sleep.
   bool set() noexcept { return state_.exchange(woken) == asleep; }
   bool arm() noexcept {
     std::uint32_t expected = awake;
