@@ -16,11 +16,11 @@ namespace vtensor {
 
 namespace {
 
-// One eviction unmaps the oldest cached pages: one part in kEvictedShare, kMostEvicted bytes at
-// most.
+// One eviction unmaps the oldest of the cached pages: one part in kEvictedShare, but at most
+// kMostEvicted bytes.
 constexpr std::size_t kEvictedShare = 16;
 constexpr std::size_t kMostEvicted = std::size_t{16} << 20;
-// How often the mapper is asked for pages during a capture: other threads may take the pages found.
+// How often map() asks the mapper during a capture: other threads may take the pages meanwhile.
 constexpr int kAsked = 4;
 
 constexpr const char* kHole =
@@ -41,7 +41,6 @@ std::vector<Interval> joined(std::vector<Interval> all) {
   return joined;
 }
 
-// Reports of faults in an arena.
 class ByteFaults final : public faults::Range {
  public:
   ByteFaults(std::size_t bytes, const char* noun, const char* hole)
@@ -124,7 +123,7 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
   const std::vector<Interval> pages = pages_of(intervals);
   PoolLock lock(pool_);
   have_uses(pages);
-  begin_use(pages);  // first, so that making room evicts none of them
+  begin_use(pages);  // first, so that eviction spares them
   const Counted mapping(mapping_);
   try {
     std::vector<char> kept = map_missing(lock, caller, pages, since, in_capture);
@@ -144,7 +143,7 @@ void Arena::begin_use(std::span<const Interval> pages) noexcept {
       ++uses_.reserved(i).blocks;
       if (range_.why(i) == Why::cached) uncache(i);
     }
-    // What a call that failed had mapped is unmapped first.
+    // A leaving page, of a call that failed, is unmapped before the index is mapped again.
     range_.each_run(
         0, some, [](Entry entry) { return !is_leaving(entry); },
         [this](const Reservation::Run& run, bool)
@@ -360,7 +359,6 @@ bool Arena::may_cache() const {
          pool_->zero_policy() != ZeroPolicy::always && !pool_->retired();
 }
 
-// Puts the page at the end of the list of cached pages, and the arena on the pool's list.
 void Arena::cache(std::size_t i, Page* page) noexcept {
   page->index = i;
   cached_.push(page);
@@ -388,7 +386,7 @@ void Arena::evict() {
 void Arena::enter_back(const Reservation::Departure& departure) {
   for (const Reservation::Run& run : std::span(departure.runs).first(departure.done)) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      // A map() that was refused since had taken it back.
+      // A map() that was refused meanwhile may have made the page a cached one again.
       if (range_.why(i) == Why::cached) set_why(i, Why::unneeded);
     }
   }

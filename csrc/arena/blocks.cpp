@@ -97,7 +97,7 @@ Blocks::Held Blocks::hold(Arena& arena, const Caller& caller,
 }
 
 void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
-  const std::uint64_t now = arena.now();  // pages that arrive from here on do so later
+  const std::uint64_t now = arena.now();  // a page that arrives later has a later time
   std::vector<std::size_t> released(numbers.begin(), numbers.end());
   std::erase_if(released, [this](std::size_t number) { return !blocks_[number].held(); });
   std::sort(released.begin(), released.end());

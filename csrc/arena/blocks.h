@@ -1,5 +1,5 @@
-// An arena cut into an engine's blocks: each is held or not, by its number, and gives its pages up
-// only after the steps that may still use it.
+// An arena cut into an engine's blocks. A block is held or not, by its number; a released block
+// gives its pages up only after the steps that may still use it.
 #pragma once
 
 #include <cstddef>
@@ -20,21 +20,21 @@ namespace vtensor {
 // Calls of one object must not overlap. Requires: `require` has checked the numbers.
 class Blocks {
  public:
-  // A part of every block, as (offset, stride, size): `size` bytes at `offset + block * stride`.
+  // A part of every block, as (offset, stride, size): block n has `size` bytes at `offset + n *
+  // stride`.
   using Part = std::tuple<std::size_t, std::size_t, std::size_t>;
-  // Throws InvalidArgument if a block has no bytes, or some beyond the arena's `bytes`.
+  // Throws InvalidArgument if a part is empty, or passes the arena's `bytes`.
   Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes);
 
-  // Blocks that are held, or leave after a step.
+  // Blocks that are held, or wait for a step to end.
   std::size_t mapped() const { return mapped_; }
 
-  // Blocks whose contents are those of their last release, and blocks that lost them.
+  // The blocks that kept their contents since their last release, and the blocks that lost them.
   using Held = std::pair<std::vector<std::size_t>, std::vector<std::size_t>>;
-  // Holds blocks: maps those that are not held yet. Returns each of `numbers` once. Whole or
-  // nothing; throws as Arena::map.
+  // Holds blocks, and maps those not held yet. Returns each of `numbers` once. Whole or nothing;
+  // throws as Arena::map.
   Held hold(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers);
-  // Releases blocks: their pages are unmapped after the steps under way. Ignores blocks that are
-  // not held.
+  // Releases blocks: their pages are unmapped after the steps under way. Ignores blocks not held.
   void release(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers);
 
   // Begins a step, which may use every block that is held now or later. Steps end in the order in
@@ -45,7 +45,7 @@ class Blocks {
 
   // The bytes of blocks, [block][part].
   std::vector<Interval> bytes_of(std::span<const std::size_t> numbers) const;
-  // For each block: it has memory, and the contents of its last release.
+  // For each block: it is mapped, with the contents of its last release.
   std::vector<char> whole(Arena& arena, std::span<const std::size_t> numbers) const;
   // Throws InvalidArgument if there is no such block.
   void require(const char* operation, std::span<const std::size_t> numbers) const;
@@ -55,22 +55,22 @@ class Blocks {
   // end of a step.
   struct Block {
     std::uint32_t uses = 0;
-    std::uint64_t seen = 0;  // the arena's time of its last release; kHeld while it is held
+    std::uint64_t seen = 0;  // arena time of the last release; kHeld while held
 
     bool held() const { return seen == kHeld; }
   };
   static constexpr std::uint64_t kHeld = std::numeric_limits<std::uint64_t>::max();
 
-  // For each interval of bytes_of(numbers): when its block was last released.
+  // For each interval of bytes_of(numbers): the time of its block's last release.
   std::vector<std::uint64_t> times_of(std::span<const std::size_t> numbers) const;
-  // Whether all parts of the n-th block are whole; `parts` has a flag for each [block][part].
+  // Whether all parts of the n-th block are whole, by the flags `parts`, [block][part].
   bool is_whole(std::span<const char> parts, std::size_t n) const;
-  // Ends one use of each.
+  // Ends one use of each block.
   void unmap(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers);
 
   const std::vector<Part> parts_;
   std::vector<Block> blocks_;
-  // What waits for the end of a step: its number, and the blocks that were released.
+  // Releases that wait: the number of the last step that may use the blocks, and the blocks.
   std::deque<std::pair<std::uint64_t, std::vector<std::size_t>>> leaving_;
   std::size_t mapped_ = 0;
   std::uint64_t begun_ = 0, ended_ = 0;  // numbers of steps

@@ -12,13 +12,14 @@ namespace vtensor {
 
 namespace {
 
-// Least pages of a region. Each is as large as all before it together, so regions stay few.
+// The fewest pages of a region. A region is as large as all earlier ones of its key together, so
+// regions stay few.
 constexpr std::size_t kRegion = 512;
 
-// An allocation gets whole pages if it leaves at most one part in kMostLoss of them empty.
+// An allocation gets whole pages if that wastes at most one part in kMostLoss of them.
 constexpr std::size_t kMostLoss = 1024;
 
-// `bytes` rounded up to a multiple of `unit`; SIZE_MAX on overflow, which is refused later.
+// `bytes` rounded up to a multiple of `unit`; on overflow SIZE_MAX, which reserve() refuses.
 std::size_t rounded(std::size_t bytes, std::size_t unit) {
   return checked_multiply(ceil_div(std::max<std::size_t>(bytes, 1), unit), unit).value_or(SIZE_MAX);
 }

@@ -1,11 +1,11 @@
 // Allocations of any size, as a framework's allocator asks for them, in arenas of one pool.
 //
 // Each stream has address space of its own, so freed bytes serve the next allocation in their
-// stream without a wait. An allocation that fills whole pages shares none, so its end frees all of
-// them; others share pages with one another, so no bytes are lost at their ends.
-// Freed bytes stay mapped until memory is short: a size that comes again makes no driver call. Any
-// free page of the pool can back new addresses (GMLake, arXiv 2401.08156; torch's expandable
-// segments). The pool's lock guards all state.
+// stream without a wait. An allocation that fills whole pages shares no page, so its end frees all
+// of its pages. Smaller allocations share pages, so the ends of their pages are not lost. Freed
+// bytes stay mapped until memory is short: an allocation of a size freed before makes no driver
+// call. Any free page of the pool can back new addresses (GMLake, arXiv 2401.08156; torch's
+// expandable segments). The pool's lock guards all state.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@
 namespace vtensor {
 
 struct HeapCounts {
-  std::size_t allocations = 0;  // live ones
+  std::size_t allocations = 0;  // living ones
   std::size_t allocated = 0;    // their bytes, rounded up
   std::size_t reserved = 0;     // bytes of addresses
   PoolCounts pages;             // of its arenas
@@ -32,11 +32,11 @@ struct HeapCounts {
 
 class Heap {
  public:
-  // Sizes are rounded up to multiples of it, and addresses are multiples of it.
+  // Sizes and addresses of allocations are multiples of kAlignment.
   static constexpr std::size_t kAlignment = 512;
 
   explicit Heap(const std::shared_ptr<PagePool>& pool);
-  // Storages that live keep their addresses and pages.
+  // Living storages keep their addresses and pages.
   ~Heap();
   Heap& operator=(Heap&&) = delete;
 
@@ -46,15 +46,15 @@ class Heap {
   // a capture the mapper maps missing pages, so that no driver call is captured. Throws Closed,
   // CapacityExceeded, OutOfPages, DriverError, TimedOut.
   Address allocate(const Caller& caller, std::size_t bytes);
-  // Frees an allocation. Its bytes may serve the next allocation in its stream at once, and others
-  // after all work in that stream. False if nothing was allocated at `address`.
+  // Frees an allocation. The bytes may serve the next allocation in its stream at once, but other
+  // streams only after all work in that stream. False if nothing was allocated at `address`.
   bool free(const Caller& caller, Address address);
-  // A generation for a storage over an allocation; its end frees the allocation.
+  // A generation for a storage over an allocation. The end of the generation frees it.
   Generation* publish(Address address);
   // Unmaps pages that no allocation needs, and frees addresses without pages. Returns how many
   // pages are leaving.
   std::size_t trim(const Caller& caller);
-  // Refuses further allocations. Those that live are freed as before.
+  // Refuses further allocations. Living allocations are freed as before.
   void close();
 
   HeapCounts counts();
@@ -62,11 +62,11 @@ class Heap {
   // An arena for the allocations of one stream, of whole pages or of others.
   class Region;
   std::vector<std::shared_ptr<Region>> regions() const;
-  // Whether one of its regions is asleep. Allocations are refused then.
+  // Whether a region is asleep. Allocations are refused then.
   bool asleep() const;
 
  private:
-  using Key = std::pair<Stream, bool>;  // whether its allocations fill whole pages
+  using Key = std::pair<Stream, bool>;  // the stream; whether the allocations fill whole pages
 
   // The region of `key` with the smallest free span that has `bytes`; null if none has room.
   std::shared_ptr<Region> best_fit(Key key, std::size_t bytes) const VT_LOCKED;

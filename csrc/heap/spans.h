@@ -1,5 +1,5 @@
-// Divides a range of addresses into taken and free spans. Best fit: the smallest free span that
-// fits is taken, the lowest of equals, and the rest of it stays free. Adjacent free spans are
+// Divides a range of addresses into taken and free spans. Best fit: `take` takes the smallest free
+// span that fits, the lowest of equal ones, and leaves its rest free. Adjacent free spans are
 // merged.
 #pragma once
 
@@ -39,7 +39,7 @@ class Spans {
     return found != free_.end() ? found->first : 0;
   }
 
-  // Throws std::bad_alloc; nothing is taken then. Requires: fit(bytes) is not 0.
+  // Throws std::bad_alloc, with nothing taken. Requires: fit(bytes) is not 0.
   Interval take(std::size_t bytes) {
     const auto found = free_.lower_bound({bytes, 0});
     const auto [size, begin] = *found;
@@ -82,7 +82,7 @@ class Spans {
   using BySize = std::set<std::pair<std::size_t, std::size_t>>;  // size, begin
   struct Span {
     std::size_t end;
-    BySize::node_type node = {};  // of free_, while the span is taken: give_back allocates nothing
+    BySize::node_type node = {};  // for free_, kept while taken: give_back allocates nothing
   };
   using All = std::map<std::size_t, Span>;  // by their first byte
 
