@@ -2,8 +2,8 @@
 // signatures, under the names of the CUDA driver API reference
 // (https://docs.nvidia.com/cuda/cuda-driver-api). They hold for CUDA 12.4 to 13.x, on 64-bit Linux.
 //
-// With them the build needs nothing of CUDA. `make check` holds all of them equal to NVIDIA's own
-// cuda.h (tests/cuda_abi).
+// With them the build needs nothing of CUDA. `make check` compares all of them with NVIDIA's cuda.h
+// (tests/cuda_abi).
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ using CUgraphNode = CUgraphNode_st*;
 using CUuserObject = CUuserObject_st*;
 using CUhostFn = void (*)(void*);
 
-// Enumerations have only the values that are used: a libcuda may answer any other number too.
+// Enumerations list only the values that are used: a libcuda may answer other numbers too.
 
 enum CUresult : unsigned {
   CUDA_SUCCESS = 0,
@@ -103,7 +103,7 @@ enum CUstreamCaptureStatus : unsigned {
   CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
 };
 
-// Flags, which the entry points take as plain numbers.
+// Flags: the entry points take them as plain numbers.
 inline constexpr unsigned CU_STREAM_NON_BLOCKING = 1;
 inline constexpr unsigned CU_EVENT_DISABLE_TIMING = 2;
 inline constexpr unsigned CU_EVENT_WAIT_DEFAULT = 0;
@@ -141,8 +141,8 @@ struct CUmemAccessDesc {
   CUmemAccess_flags flags;
 };
 
-// The types of the entry points, under the symbols that libcuda exports. They are types so that
-// nothing can be linked to by mistake: libcuda is loaded at run time.
+// The types of the entry points, under the symbols that libcuda exports. As types they cannot be
+// linked to by mistake: libcuda is loaded at run time.
 
 using cuGetErrorName = CUresult(CUresult code, const char** name);
 using cuInit = CUresult(unsigned flags);

@@ -12,7 +12,7 @@ namespace vtensor {
 namespace {
 
 thread_local bool is_relaxed = false;
-// A worker stays relaxed and in the primary context, which saves its operations four calls each.
+// The worker stays relaxed and in the primary context: that saves each operation four calls.
 thread_local CUcontext worker_context = nullptr;
 
 bool is_worker() { return thread_role == ThreadRole::mapper; }
@@ -65,13 +65,13 @@ DriverError CudaCalls::refusal(const char* operation, Call call, CUresult code) 
 void CudaCalls::check(const char* operation, Call call, CUresult code) const {
   if (code == CUDA_SUCCESS) return;
   DriverError cause = refusal(operation, call, code);
-  // Mapping may need memory too: that of page tables.
+  // cuMemMap may lack memory too, for page tables.
   if (code == CUDA_ERROR_OUT_OF_MEMORY) throw DeviceOutOfMemory(cause);
   throw cause;
 }
 
-// cuCtxSynchronize has no bound. So a thread that holds nothing of ours waits in it, and is left
-// there if the device does not finish.
+// cuCtxSynchronize has no bound. So a thread that holds nothing of ours makes the call, and is left
+// behind in it if the device does not finish.
 void CudaCalls::synchronize(const char* operation) {
   const auto promise = std::make_shared<std::promise<CUresult>>();
   std::future<CUresult> answer = promise->get_future();
@@ -109,7 +109,7 @@ RelaxedCapture::RelaxedCapture(CudaCalls& cuda, const char* operation)
 
 RelaxedCapture::~RelaxedCapture() {
   if (!exchanged_ || is_worker()) return;
-  // What the operation did stands. A refusal leaves the thread relaxed.
+  // The operation has happened. If this is refused, the thread stays relaxed.
   cuda_.insist(cuda_.cuThreadExchangeStreamCaptureMode, &before_);
   is_relaxed = false;
 }

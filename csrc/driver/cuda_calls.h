@@ -1,6 +1,5 @@
-// libcuda, looked up at run time, so that the library builds, imports and runs without CUDA; and
-// how the CUDA driver calls it: every call counted and traced, refusals as errors, refused in a
-// forked child (I13), and what a thread needs before it calls.
+// libcuda, looked up at run time, so that the library builds, imports and runs without CUDA. Every
+// call is counted and traced, throws its refusal, and is refused in a forked child (I13).
 #pragma once
 
 #include <chrono>
@@ -15,7 +14,7 @@
 
 namespace vtensor {
 
-using namespace cuda;  // CUresult and the like
+using namespace cuda;  // CUresult and others
 
 template <class Function>
 struct CudaEntry {
@@ -47,7 +46,7 @@ class CudaCalls : public CudaApi {
   CUresult call(const CudaEntry<Function>& entry, Args... args) {
     return call_at(entry, 0, 0, args...);
   }
-  // A call about `bytes` bytes at `address`, for the trace.
+  // `call`, with the addresses that it is about, for the trace.
   template <class Function, class... Args>
   CUresult call_at(const CudaEntry<Function>& entry, std::uint64_t address, std::uint64_t bytes,
                    Args... args) {
@@ -58,14 +57,14 @@ class CudaCalls : public CudaApi {
     }
     return entry.function(args...);
   }
-  // As `call`, and once more if that is refused: for what restores or undoes.
+  // `call`, repeated once if it is refused: for calls that restore or undo.
   template <class Function, class... Args>
   CUresult insist(const CudaEntry<Function>& entry, Args... args) {
     const CUresult code = call(entry, args...);
     return code == CUDA_SUCCESS ? code : call(entry, args...);
   }
 
-  // As `call`; throws in the name of `operation` if it is refused.
+  // `call`; throws a refusal in the name of `operation`.
   template <class Function, class... Args>
   void require(const char* operation, const CudaEntry<Function>& entry, Args... args) {
     require_at(operation, entry, 0, 0, args...);
@@ -75,17 +74,17 @@ class CudaCalls : public CudaApi {
                   std::uint64_t bytes, Args... args) {
     check(operation, entry.call, call_at(entry, address, bytes, args...));
   }
-  // Throws the refusal if `code`, the answer of `call`, is one: DriverError, or DeviceOutOfMemory.
+  // Throws DriverError or DeviceOutOfMemory if `code`, the answer of `call`, is a refusal.
   void check(const char* operation, Call call, CUresult code) const;
   DriverError refusal(const char* operation, Call call, CUresult code) const;
 
   // Waits for all work of the primary context. Throws TimedOut, std::system_error if no thread can
-  // be made, and DriverError if the context is in error or a stream of it is being captured.
+  // be made, and DriverError if the context is in error or one of its streams is being captured.
   void synchronize(const char* operation);
 
-  // What the CUDA driver works on. It is known once the driver is open.
-  int device = 0;                       // its number in this process
-  CUmemLocation location{};             // of its memory
+  // Set once the driver is open.
+  int device = 0;                       // the device's number in this process
+  CUmemLocation location{};             // of the device's memory
   CUcontext context = nullptr;          // the device's primary one, which PyTorch uses too
   std::chrono::milliseconds timeout{};  // of a wait for the device
 
@@ -93,8 +92,8 @@ class CudaCalls : public CudaApi {
   CallMeter& meter_;
 };
 
-// While it lives a stream capture, in whatever thread, neither refuses this thread's calls nor is
-// invalidated by them. The first one of a worker lasts as long as its thread.
+// For a scope, stream captures of any thread neither refuse this thread's calls nor are invalidated
+// by them. In the worker the first scope lasts until its thread ends.
 class RelaxedCapture {
  public:
   RelaxedCapture(CudaCalls& cuda, const char* operation);
@@ -107,8 +106,8 @@ class RelaxedCapture {
   CUstreamCaptureMode before_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
-// While it lives the primary context is current: memory work, streams and events need one. The
-// first one of a worker lasts as long as its thread.
+// For a scope, the primary context is current: memory work, streams and events need it. In the
+// worker the first scope lasts until its thread ends.
 class PrimaryContext {
  public:
   PrimaryContext(CudaCalls& cuda, const char* operation);

@@ -1,4 +1,4 @@
-// Copies between pages, and their zeroing, are made on the side stream.
+// CudaDriver: zeroing, and copies. Copies between pages run in the side stream.
 #include <algorithm>
 #include <chrono>
 #include <exception>
@@ -13,7 +13,7 @@ using std::chrono::steady_clock;
 namespace {
 
 constexpr const char* kOperation = "copy_pages";
-// So many pages share one set-access and one wait; their addresses cost nothing.
+// One set-access and one wait serve so many pages.
 constexpr std::size_t kScratchPages = 32;
 
 }  // namespace
@@ -44,7 +44,7 @@ void CudaDriver::copy(CopyDirection direction, Address at, void* memory, std::si
   }
 }
 
-// False if a copy still runs: what it writes stays mapped for good. An unknown answer is that.
+// False if a copy may still run: its pages then stay mapped for good.
 bool CudaDriver::close_copies() {
   if (launched_ && cuda_.call(cuda_.cuStreamQuery, handle_of(side_stream_)) != CUDA_SUCCESS)
     return false;
@@ -52,14 +52,14 @@ bool CudaDriver::close_copies() {
     release_scratch();
     if (scratch_ != 0) free_range(scratch_, kScratchPages);
   } catch (const DriverError&) {
-    // Left to the end of the mappings.
+    // close_mappings() unmaps the rest.
   }
   return true;
 }
 
 void CudaDriver::copy_pages(std::span<const PageCopy> copies) {
   if (copies.empty()) return;
-  const auto deadline = steady_clock::now() + cuda_.timeout;  // also of those that wait here
+  const auto deadline = steady_clock::now() + cuda_.timeout;  // counts the wait for the mutex too
   const std::lock_guard lock(scratch_mutex_);
   const RelaxedCapture relaxed(cuda_, kOperation);
   const PrimaryContext context(cuda_, kOperation);
@@ -72,7 +72,7 @@ void CudaDriver::copy_pages(std::span<const PageCopy> copies) {
 
 void CudaDriver::copy_some(std::span<const PageCopy> copies, Deadline deadline) {
   if (scratch_ == 0) scratch_ = reserve_range(kScratchPages);
-  await_launched(copies, deadline);  // by an earlier call that gave up
+  await_launched(copies, deadline);  // copies of an earlier call that gave up
   release_scratch();
   std::vector<Handle> to;
   for (const PageCopy& copy : copies) to.push_back(copy.to);
@@ -96,7 +96,7 @@ void CudaDriver::copy_some(std::span<const PageCopy> copies, Deadline deadline) 
   } catch (...) {
     refusal = std::current_exception();
   }
-  // Copies that were launched before a refusal must not find their pages unmapped.
+  // Copies launched before a refusal still need their pages.
   await_launched(copies, deadline);
   try {
     release_scratch();
@@ -106,7 +106,7 @@ void CudaDriver::copy_some(std::span<const PageCopy> copies, Deadline deadline) 
   if (refusal) std::rethrow_exception(refusal);
 }
 
-// Throws TimedOut if what was launched may still run. Asks again if that is refused.
+// Throws TimedOut if launched copies may still run. Tries twice if asking is refused.
 void CudaDriver::await_launched(std::span<const PageCopy> copies, Deadline deadline) {
   if (!launched_) return;
   std::string found;

@@ -73,11 +73,11 @@ void CudaDriver::open(const CudaOptions& options) {
   }
 
   cuda_.timeout = options.timeout;
-  // Two steps: the destructor gives back what cuda_.context holds.
+  // In two steps: the destructor releases what cuda_.context holds.
   CUcontext context = nullptr;
   cuda_.require("open", cuda_.cuDevicePrimaryCtxRetain, &context, cuda_.location.id);
   cuda_.context = context;
-  // Less a tenth, for what cannot wait until we give memory back: modules that are loaded lazily,
+  // All but a tenth, which is for others that cannot wait for our memory: modules loaded lazily,
   // workspaces of libraries, torch's own cache.
   traits_.budget_part = 9;
   open_streams();
@@ -109,8 +109,8 @@ void CudaDriver::find_device(const CudaOptions& options) {
                         " CUDA devices: name one of them, or check CUDA_VISIBLE_DEVICES");
 }
 
-// Fabric handles first: they take no descriptors. A device may have the attribute and refuse to
-// make, export or import them all the same, where no IMEX channel is set up.
+// Tries fabric handles first: they take no descriptors. Without an IMEX channel a device that has
+// the attribute may still refuse to make, export or import them.
 void CudaDriver::choose_exports() {
   for (const ExportKind kind : {ExportKind::fabric, ExportKind::descriptors}) {
     if (!attribute(kind == ExportKind::fabric
@@ -128,7 +128,7 @@ void CudaDriver::choose_exports() {
                         "leave it out");
 }
 
-// A page goes the whole way. False if the device refuses it for its properties.
+// Makes, exports and imports a page. False if the device refuses the page's properties.
 bool CudaDriver::probe_exports() {
   Handle page = 0;
   bool fits = false;
@@ -139,7 +139,7 @@ bool CudaDriver::probe_exports() {
       destroy(import_page(export_page(page), traits_.exports), 1);
     }
   } catch (const DeviceOutOfMemory&) {
-    // Not because of the properties.
+    // The device is full: its properties may be right.
   } catch (const DriverError& refusal) {
     constexpr long kOfProperties[] = {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_PERMITTED,
                                       CUDA_ERROR_NOT_SUPPORTED};
@@ -153,29 +153,29 @@ bool CudaDriver::probe_exports() {
 CudaDriver::~CudaDriver() {
   if (in_forked_child() || cuda_.context == nullptr) return;
   meter_.disarm();
-  // Any thread may end a driver: one without a context, or while a stream is captured.
+  // Any thread may end a driver: without a current context, or while a stream is captured.
   std::optional<RelaxedCapture> relaxed;
   std::optional<PrimaryContext> context;
   try {
     relaxed.emplace(cuda_, "close");
     context.emplace(cuda_, "close");
   } catch (const Error&) {
-    // The process is ending or the device is in error: give back what it still accepts.
+    // The process ends, or the device is in error: gives back as much as it accepts.
   }
   const bool over = close();
   context.reset();
   if (over) cuda_.call(cuda_.cuDevicePrimaryCtxRelease, cuda_.location.id);
 }
 
-// False if work still runs, which needs the context and what is mapped.
+// False if work may still run: it needs the context and its mappings.
 bool CudaDriver::close() {
   bool over = close_copies();
-  // The core waited for the fences of what it unmapped. The ranges that are left are those of a
-  // broken pool, and what runs there is not known.
+  // The core has waited for the fences of all that it unmapped. Ranges that are left are a broken
+  // pool's: whether work still uses them is unknown.
   try {
     if (over && !ranges_.empty()) cuda_.synchronize("close");
   } catch (const DriverError&) {
-    // As above.
+    // The device is in error: gives back as much as it accepts.
   } catch (const std::exception&) {  // timed out, or no thread to wait in: work may still run
     over = false;
   }
@@ -228,7 +228,7 @@ void CudaDriver::destroy(Handle handle, std::size_t) {
   std::set<Handle>::node_type record;
   {
     const std::lock_guard lock(handles_mutex_);
-    record = handles_.extract(handle);  // from here on it is not exported
+    record = handles_.extract(handle);  // from here on the handle is not exported
   }
   const CUresult code = cuda_.call_at(cuda_.cuMemRelease, 0, traits_.page_size, handle);
   if (code == CUDA_SUCCESS) return;

@@ -1,7 +1,7 @@
 // Pages of an NVIDIA GPU: one cuMemCreate allocation a page, mapped with CUDA's virtual memory
-// management. The functions are defined by subject: address ranges and what is mapped in them in
-// cuda_mappings.cpp; fences, streams and captures in cuda_streams.cpp; what is launched in streams
-// in cuda_copies.cpp; the device and its pages in cuda_driver.cpp.
+// management. Defined by subject: address ranges and mappings in cuda_mappings.cpp; fences, streams
+// and captures in cuda_streams.cpp; zeroing and copies in cuda_copies.cpp; the device and its pages
+// in cuda_driver.cpp.
 #pragma once
 
 #include <atomic>
@@ -43,7 +43,7 @@ class CudaDriver final : public Driver {
   void zero(Address at, std::size_t bytes, Stream stream) override;
   void copy_pages(std::span<const PageCopy> copies) override;
   void populate(Address, std::size_t) override {}  // memory comes with cuMemCreate
-  // No fault unshares pages here.
+  // CUDA never copies a page at a write.
   void find_private_copies(Address, std::span<std::uint8_t>) override {}
   std::size_t free_memory() override;
   ExportedPage export_page(Handle handle) override;
@@ -59,12 +59,12 @@ class CudaDriver final : public Driver {
 
  private:
   using Deadline = std::chrono::steady_clock::time_point;
-  // The call that was refused, if `code` says that one was.
+  // A refused call and its answer; CUDA_SUCCESS: no call was refused.
   struct Refusal {
     CUresult code = CUDA_SUCCESS;
     Call call = Call::cuMemMap;
   };
-  static constexpr Address kZeros = 0;  // instead of an address to copy from
+  static constexpr Address kZeros = 0;  // as PageCopy::from: zeroes the page
 
   void find_device(const CudaOptions& options);
   int attribute(CUdevice_attribute which);
@@ -74,8 +74,8 @@ class CudaDriver final : public Driver {
   Handle enter(std::set<Handle>::node_type record, Handle handle);
   bool close();
 
-  // Mappings: their calls need no current context and are ordered with no stream. Messages name
-  // the operation.
+  // Mappings. Their calls need no current context and are ordered with no stream. `operation` is
+  // for messages.
   Address reserve_range(std::size_t pages);
   void map_for(const char* operation, std::span<const PageRun> runs, Access access,
                std::size_t& mapped);
@@ -91,7 +91,7 @@ class CudaDriver final : public Driver {
   CUresult map_zeros(std::span<const Address> holes);
   void close_mappings();
 
-  // Streams: all but `require_own` need the primary context.
+  // Streams. All but `require_own` need the primary context.
   void open_streams();
   void require_own(const char* operation, Stream stream);
   bool is_captured(const char* operation, Stream stream);
@@ -99,7 +99,7 @@ class CudaDriver final : public Driver {
   FencePtr record(const char* operation, Stream stream);
   void close_streams();
 
-  // Copies between pages, with the mutex of the scratch range.
+  // Copies between pages. Require: scratch_mutex_ is held.
   void copy_some(std::span<const PageCopy> copies, Deadline deadline);
   void await_launched(std::span<const PageCopy> copies, Deadline deadline);
   void release_scratch();
@@ -107,29 +107,28 @@ class CudaDriver final : public Driver {
 
   CudaCalls cuda_;
   CUmemAllocationProp properties_{};
-  // All events, which the fences share. Null until the streams are open.
+  // All events, shared with the fences. Null until the streams are open.
   std::shared_ptr<CudaEvents> events_;
 
   std::mutex handles_mutex_;  // guards the handles
   std::set<Handle> handles_;
 
-  // Copy-on-write pages are left writable, as they are on devices that have no read-only mappings:
-  // then only the in-place operations of VTensor unshare pages (I6).
+  // Copy-on-write pages stay writable, as on devices without read-only mappings: then only the
+  // in-place operations of VTensor unshare pages (I6).
   std::atomic<bool> leaves_writable_{false};
   mutable std::mutex ranges_mutex_;        // guards ranges and holes
-  std::map<Address, std::size_t> ranges_;  // their pages by address
-  // The pages at which the page of zeros is kept while nothing else is mapped there; whether it is
-  // mapped now.
+  std::map<Address, std::size_t> ranges_;  // pages of each, by address
+  // Each backed page: whether the page of zeros is mapped there now.
   std::map<Address, bool> holes_;
 
   std::mutex zeros_mutex_;  // held while the page of zeros is made
-  Handle zeros_ = 0;        // no pool ever gets it (I7); set before there is a hole
-  bool are_zeros_ = false;
+  Handle zeros_ = 0;        // the page of zeros, never a pool's (I7); made before holes_ has one
+  bool are_zeros_ = false;  // zeros_ has been zeroed
 
   std::mutex scratch_mutex_;  // guards what follows
-  Address scratch_ = 0;       // addresses at which copies are made
-  std::size_t mapped_ = 0;    // pages of it, from the first on
-  bool launched_ = false;     // copies were, and may still run
+  Address scratch_ = 0;       // addresses through which copies are made
+  std::size_t mapped_ = 0;    // pages of the scratch range that are mapped, the first ones
+  bool launched_ = false;     // launched copies may still run
 };
 
 }  // namespace vtensor

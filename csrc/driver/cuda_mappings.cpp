@@ -8,7 +8,7 @@
 
 namespace vtensor {
 
-// The ranges are given back whatever is mapped there.
+// Unmaps page after page, because nothing says which are mapped, and frees the ranges.
 void CudaDriver::close_mappings() {
   for (const auto& [range, pages] : ranges_) {
     for (std::size_t i = 0; i < pages; ++i) unmap_pages(range + i * traits_.page_size, 1);
@@ -25,7 +25,7 @@ Address CudaDriver::reserve_range(std::size_t pages) {
                           "capacity");
   }
   const RelaxedCapture relaxed(cuda_, "reserve");
-  // Alignments are powers of two: the largest that divides the page size.
+  // The alignment must be a power of two: the largest that divides the page size.
   const std::size_t alignment = traits_.page_size & (~traits_.page_size + 1);
   CUdeviceptr range = 0;
   auto record = make_node<decltype(ranges_)>();  // allocated before the call
@@ -52,7 +52,7 @@ Address CudaDriver::reserve(std::size_t pages, Backed backed) {
     try {
       free_range(range, pages);
     } catch (const DriverError&) {
-      // Left to the driver's end.
+      // The driver's end frees the range.
     }
     throw;
   }
@@ -64,15 +64,15 @@ void CudaDriver::free_range(Address range, std::size_t pages) {
   const RelaxedCapture relaxed(cuda_, "free_range");
   const std::size_t bytes = pages * traits_.page_size;
   cuda_.check("free_range", Call::cuMemUnmap, unmap_zeros(holes_in(range, pages, true)));
-  // Held during the call: another thread may reserve the addresses as soon as they are free.
+  // Locked during the call: another thread may reserve the addresses as soon as they are free.
   const std::lock_guard lock(ranges_mutex_);
   cuda_.require_at("free_range", cuda_.cuMemAddressFree, range, bytes, range, bytes);
   ranges_.erase(range);
   holes_.erase(holes_.lower_bound(range), holes_.lower_bound(range + bytes));
 }
 
-// Keeps the page of zeros at these pages, copy-on-write, whenever nothing else is mapped there; if
-// this device needs one.
+// Keeps the page of zeros mapped at `pages`, read-only, whenever nothing else is, if this device
+// needs that.
 void CudaDriver::back_holes(std::span<const Address> pages) {
   const RelaxedCapture relaxed(cuda_, "reserve");
   const PrimaryContext context(cuda_, "reserve");
@@ -82,7 +82,7 @@ void CudaDriver::back_holes(std::span<const Address> pages) {
     return;  // this device gives kernels addresses that are only reserved
   }
   const std::lock_guard lock(zeros_mutex_);
-  // A call after a refused one goes on with what there is.
+  // After a refusal the next call continues here.
   if (zeros_ == 0) zeros_ = create(1);
   if (!are_zeros_) copy_pages(std::array{PageCopy{zeros_, kZeros}});
   are_zeros_ = true;
@@ -93,7 +93,8 @@ void CudaDriver::back_holes(std::span<const Address> pages) {
   cuda_.check("back_holes", Call::cuMemMap, map_zeros(pages));
 }
 
-// Where the page of zeros is kept among the pages at `at`, and is mapped now (`backed`) or not.
+// Backed pages among the `pages` at `at` in which the page of zeros is mapped now (`backed`), or is
+// not.
 std::vector<Address> CudaDriver::holes_in(Address at, std::size_t pages, bool backed) const {
   std::vector<Address> found;
   const std::lock_guard lock(ranges_mutex_);
@@ -104,7 +105,7 @@ std::vector<Address> CudaDriver::holes_in(Address at, std::size_t pages, bool ba
   return found;
 }
 
-// Unmaps the page of zeros at all of these holes, or at none.
+// Unmaps the page of zeros from all of `holes`, or from none.
 CUresult CudaDriver::unmap_zeros(std::span<const Address> holes) {
   for (std::size_t i = 0; i < holes.size(); ++i) {
     const CUresult code = unmap_pages(holes[i], 1);
@@ -118,14 +119,14 @@ CUresult CudaDriver::unmap_zeros(std::span<const Address> holes) {
   return CUDA_SUCCESS;
 }
 
-// Maps the page of zeros at as many of these holes as the driver lets it. Returns the last refusal.
+// Maps the page of zeros at as many of `holes` as the driver allows. Returns the last refusal.
 CUresult CudaDriver::map_zeros(std::span<const Address> holes) {
   CUresult refused = CUDA_SUCCESS;
   for (const Address hole : holes) {
     CUresult code = map_page(hole, zeros_);
     if (code == CUDA_SUCCESS) {
       code = set_access(hole, 1, Access::copy_on_write, true);
-      // Without access it is mapped all the same, unless it can be unmapped.
+      // If access is refused and unmapping too, the page is mapped all the same.
       if (code == CUDA_SUCCESS || unmap_pages(hole, 1) != CUDA_SUCCESS) {
         const std::lock_guard lock(ranges_mutex_);
         holes_.at(hole) = true;
@@ -145,8 +146,8 @@ CUresult CudaDriver::map_page(Address at, Handle handle) {
   return cuda_.call_at(cuda_.cuMemMap, at, traits_.page_size, at, traits_.page_size, 0, handle, 0);
 }
 
-// Maps the pages of all runs, and then gives them access, up to the first refusal. Adds to `mapped`
-// the pages that are mapped then. Allocates nothing.
+// Maps the pages of all runs and then gives them access, up to the first refusal. Adds the mapped
+// pages to `mapped`. Allocates nothing.
 CudaDriver::Refusal CudaDriver::map_runs(std::span<const PageRun> runs, Access access,
                                          std::size_t& mapped) {
   for (const auto& [at, handles] : runs) {
@@ -158,7 +159,7 @@ CudaDriver::Refusal CudaDriver::map_runs(std::span<const PageRun> runs, Access a
   for (std::size_t next = 0; next < runs.size();) {
     const Address at = runs[next].at;
     std::size_t pages = runs[next++].handles.size();
-    // One call for runs that touch. Ranges may touch too, and no call covers two of them.
+    // Adjacent runs share one call; no call covers two ranges, even adjacent ones.
     while (next < runs.size() && runs[next].at == at + pages * traits_.page_size &&
            !begins_range(runs[next].at))
       pages += runs[next++].handles.size();
@@ -168,8 +169,8 @@ CudaDriver::Refusal CudaDriver::map_runs(std::span<const PageRun> runs, Access a
   return {};
 }
 
-// One call for many pages: it costs more than mapping all of them. `never_written`: read-only also
-// where shared pages are left writable.
+// Takes many pages, because one call costs more than mapping them all. `never_written`: read-only
+// even if leaves_writable_.
 CUresult CudaDriver::set_access(Address at, std::size_t pages, Access access, bool never_written) {
   const auto set = [&](CUmemAccess_flags flags) {
     CUmemAccessDesc wanted{};
@@ -182,8 +183,8 @@ CUresult CudaDriver::set_access(Address at, std::size_t pages, Access access, bo
       (never_written || !leaves_writable_.load(std::memory_order_relaxed))) {
     const CUresult code = set(CU_MEM_ACCESS_FLAGS_PROT_READ);
     if (code != CUDA_ERROR_NOT_SUPPORTED && code != CUDA_ERROR_INVALID_VALUE) return code;
-    // Either the device has no read-only mappings, or the pages are wrong: then this is refused
-    // too.
+    // Either the device has no read-only mappings, or the pages are wrong: then the next call is
+    // refused too.
     const CUresult writable = set(CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
     if (writable == CUDA_SUCCESS) leaves_writable_.store(true, std::memory_order_relaxed);
     return writable;

@@ -1,5 +1,5 @@
-// A fence is a CUDA event. Events are made once and serve one fence after the other, so that a
-// fence costs one cuEventRecord.
+// CudaDriver: streams and fences. A fence is a CUDA event; an event serves one fence after another,
+// so that a fence costs one cuEventRecord.
 #include <atomic>
 #include <mutex>
 #include <utility>
@@ -10,8 +10,8 @@
 
 namespace vtensor {
 
-// All events of a driver. Shared with the fences, which may outlive the driver; the driver's end
-// destroys the events, in a fence or not.
+// All events of a driver, shared with the fences, which may outlive it. The driver's end destroys
+// all events, also those in fences.
 class CudaEvents {
  public:
   // A free event, or else one that `make` makes.
@@ -23,7 +23,7 @@ class CudaEvents {
       free_.pop_back();
       return event;
     }
-    // Room now, so that nothing allocates when a fence ends.
+    // Reserves room now, so that give_back allocates nothing.
     if (free_.capacity() == all_.size()) free_.reserve(2 * all_.size() + 1);
     all_.reserve(free_.capacity());
     return all_.emplace_back(make());
@@ -32,7 +32,7 @@ class CudaEvents {
     const std::lock_guard lock(mutex_);
     free_.push_back(event);
   }
-  // All of them, at the driver's end.
+  // All events, for the driver's end.
   std::vector<CUevent> release() noexcept {
     const std::lock_guard lock(mutex_);
     return std::exchange(all_, {});
@@ -49,7 +49,7 @@ class CudaFence final : public Fence {
  public:
   explicit CudaFence(std::shared_ptr<CudaEvents> events) : events_(std::move(events)) {}
   ~CudaFence() override {
-    // In a forked child another thread's copy of the lock may be held for ever.
+    // In a forked child a thread of the parent may hold the lock for ever.
     if (event != nullptr && !in_forked_child()) events_->give_back(event);
   }
 
@@ -62,10 +62,11 @@ class CudaFence final : public Fence {
 
 const CudaFence& cuda_fence(const Fence& fence) { return static_cast<const CudaFence&>(fence); }
 
-// Streams up to this number have no handle: 0, CU_STREAM_LEGACY and this.
+// The numbers 0, CU_STREAM_LEGACY and this one stand for default streams; others are handles.
 constexpr Stream kPerThreadStream = 2;
 
-// What the end of a graph's user object calls, unless keeping it failed half way.
+// What a graph keeps: the call at the end of its user object. `release` is null if keeping it
+// failed half way.
 struct Kept {
   void (*release)(void*);
   void* argument;
@@ -81,17 +82,17 @@ void release_kept(void* pointer) {
 void CudaDriver::open_streams() {
   events_ = std::make_shared<CudaEvents>();
   const PrimaryContext context(cuda_, "open");
-  // Non-blocking: neither they nor the legacy default stream wait for the other.
+  // Non-blocking: these streams and the legacy default stream do not wait for each other.
   for (Stream* ours : {&side_stream_, &copy_stream_}) {
-    CUstream made = nullptr;  // a refused call may leave anything in it
+    CUstream made = nullptr;  // the call may write a value and be refused
     cuda_.require("open", cuda_.cuStreamCreate, &made, CU_STREAM_NON_BLOCKING);
     *ours = reinterpret_cast<Stream>(made);
   }
 }
 
-// In relaxed capture. Fences may live on.
+// Requires: relaxed capture. Fences may live on.
 void CudaDriver::close_streams() {
-  // Events and streams may still be in use on the device: CUDA then frees them later.
+  // CUDA frees events and streams that are still in use later.
   if (events_ == nullptr) return;
   for (const CUevent event : events_->release()) cuda_.call(cuda_.cuEventDestroy, event);
   for (const Stream ours : {side_stream_, copy_stream_}) {
@@ -104,8 +105,8 @@ FencePtr CudaDriver::fence(Stream stream) {
   const PrimaryContext context(cuda_, "fence");
   refuse_capture("fence", stream);
   FencePtr fence = record("fence", stream);
-  // Another thread may have begun a capture in between: then the event is the graph's, and asking
-  // whether it has passed would invalidate that.
+  // Another thread may have begun a capture in between: then the event belongs to the graph, and
+  // querying it would invalidate the capture.
   refuse_capture("fence", stream);
   return fence;
 }
@@ -140,13 +141,13 @@ void CudaDriver::order(Stream stream, const Fence& fence) {
                 CU_EVENT_WAIT_DEFAULT);
 }
 
-// An event is recorded in streams of its own context only, and threads of ours record events with
-// the primary context current. A default stream is that of the current context; if that context is
-// another device's, torch means the default stream of this device.
+// An event can be recorded only in streams of its context, and the core records with the primary
+// context current. A default stream belongs to the current context; if that context is another
+// device's, torch means this device's default stream.
 void CudaDriver::require_own(const char* operation, Stream stream) {
   CUcontext context = nullptr;
   const CUresult code = cuda_.call(cuda_.cuStreamGetCtx, handle_of(stream), &context);
-  // A bad stream is refused when it is used.
+  // A bad stream is refused at its use.
   if (code != CUDA_SUCCESS || context == cuda_.context) return;
   CUdevice device = cuda_.device;
   const bool is_default = stream <= kPerThreadStream;
@@ -167,14 +168,14 @@ bool CudaDriver::capturing(const char* operation, Stream stream) {
 bool CudaDriver::is_captured(const char* operation, Stream stream) {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   const CUresult code = cuda_.call(cuda_.cuStreamIsCapturing, handle_of(stream), &status);
-  // The legacy default stream while a stream that waits for it is captured: use of it would end
-  // that capture.
+  // `stream` is the legacy default stream, and a stream that waits for it is captured: work in the
+  // default stream would end the capture.
   if (code == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return true;
   cuda_.check(operation, Call::cuStreamIsCapturing, code);
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-// What is launched in a stream that is being captured would not run now.
+// Work launched in a stream that is being captured would not run now.
 void CudaDriver::refuse_capture(const char* operation, Stream stream) {
   if (!is_captured(operation, stream)) return;
   throw DriverError("cuStreamIsCapturing", CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
@@ -204,8 +205,8 @@ void CudaDriver::keep_for_graph(Stream stream, void (*release)(void*), void* arg
   const CUresult code =
       cuda_.call(cuda_.cuGraphRetainUserObject, graph, object, 1u, CU_GRAPH_USER_OBJECT_MOVE);
   if (code == CUDA_SUCCESS) return;
-  // This operation has not happened, so the object's end releases nothing. If its release is
-  // refused, the object stays for good and calls nothing.
+  // The operation has failed, so the object's end must not call `release`. If releasing the object
+  // is refused, the object is left over and calls nothing.
   owned->release = nullptr;
   if (cuda_.insist(cuda_.cuUserObjectRelease, object, 1u) != CUDA_SUCCESS) delete owned;
   throw cuda_.refusal(operation, Call::cuGraphRetainUserObject, code);

@@ -12,11 +12,11 @@
 namespace vtensor {
 namespace {
 
-// A thread copies this much at a time: page tables are locked in pieces of this size.
+// Bytes that a thread copies at a time: page tables are locked in pieces of this size.
 constexpr std::size_t kPiece = std::size_t{2} << 20;
 
-// Copies with stores that do not load what they replace: a piece is larger than a core's cache, so
-// that takes half the time of memcpy.
+// Copies with stores that bypass the cache: a piece is larger than a core's cache, and this takes
+// half the time of memcpy.
 void copy_past_caches(std::byte* to, const std::byte* from, std::size_t bytes) {
 #ifdef __SSE2__
   constexpr std::size_t kLine = 64;
@@ -28,7 +28,7 @@ void copy_past_caches(std::byte* to, const std::byte* from, std::size_t bytes) {
     const auto* const source = reinterpret_cast<const __m128i*>(from + done);
     for (int i = 0; i < 4; ++i) _mm_stream_si128(line + i, _mm_loadu_si128(source + i));
   }
-  _mm_sfence();  // before the fence of the copy passes
+  _mm_sfence();  // the stores are visible before the copy's fence passes
   to += done;
   from += done;
   bytes -= done;
@@ -44,7 +44,7 @@ class CopyFence final : public Fence {
 
  private:
   const std::shared_ptr<const std::atomic<std::uint64_t>> done_;
-  const std::uint64_t queued_;  // before the fence
+  const std::uint64_t queued_;  // pieces before the fence
 };
 
 }  // namespace
@@ -75,7 +75,7 @@ void HostCopies::copy(CopyDirection direction, void* to, const void* from, std::
           [this, thread = threads_.size()] { work(thread); }));
     } catch (const DriverError&) {
       if (threads_.empty()) throw;
-      break;  // one thread copies, and the next call tries again
+      break;  // one thread suffices; the next call tries again
     }
   }
   std::list<Piece> pieces;
@@ -112,7 +112,7 @@ void HostCopies::work(std::size_t thread) {
       populate_(piece.to, piece.bytes);
       copy_past_caches(piece.to, piece.from, piece.bytes);
     } else {
-      // Into new memory, whose pages the kernel clears at each first store: they are in the cache.
+      // memcpy: new host memory is in the cache, because the kernel has just cleared it.
       std::memcpy(piece.to, piece.from, piece.bytes);
     }
     lock.lock();

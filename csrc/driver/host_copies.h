@@ -1,4 +1,4 @@
-// The copying stream of the host: threads of our own that make the copies which callers queue.
+// The copying stream of the host: threads that make the copies that callers queue.
 #pragma once
 
 #include <array>
@@ -18,11 +18,11 @@
 
 namespace vtensor {
 
-// Copies in one direction run side by side. A copy in the other direction waits for those queued
-// before it, so their order is kept as far as it can be seen.
+// Copies in one direction run side by side. A copy in the other direction waits for all that were
+// queued before it, so the order of copies cannot be told from that of a stream.
 class HostCopies {
  public:
-  // Makes the memory of mapped pages present, before a copy comes in; called in any thread.
+  // Makes the memory of mapped pages present before a copy into them; called in any thread.
   using Populate = std::function<void(std::byte* at, std::size_t bytes)>;
 
   explicit HostCopies(Populate populate) : populate_(std::move(populate)) {}
@@ -52,7 +52,7 @@ class HostCopies {
   void work(std::size_t thread);
 
   const Populate populate_;
-  std::mutex mutex_;  // guards what follows; `*done_` can be read without it
+  std::mutex mutex_;  // guards the members below; `*done_` is read without it
   std::condition_variable changed_;
   // Pieces are numbered in the order in which they were queued, and begun in that order.
   std::list<Piece> waiting_;
@@ -60,7 +60,8 @@ class HostCopies {
   std::uint64_t begun_ = 0;
   CopyDirection direction_ = CopyDirection::out;                  // of the pieces that threads copy
   std::array<std::uint64_t, kThreads> copying_ = {kNone, kNone};  // the piece of each thread
-  // The first ones, so many, are copied. Fences share it, and may outlive this.
+  // How many pieces are copied, counted from the first. Fences share the count and may outlive this
+  // object.
   const std::shared_ptr<std::atomic<std::uint64_t>> done_ =
       std::make_shared<std::atomic<std::uint64_t>>(0);
   bool stopping_ = false;

@@ -1,6 +1,6 @@
-// The host: a handle is a page number in one sparse memfd, a mapped page a mapping of it. Addresses
-// that are reserved and not mapped are a read-only anonymous mapping, so a walk over a hole reads
-// zeros.
+// The host's driver. A handle is a page number in one sparse memfd, and a mapped page is a mapping
+// of the memfd. Reserved addresses without a page are a read-only anonymous mapping, so a walk over
+// a hole reads zeros.
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -43,17 +43,17 @@ namespace vtensor {
 namespace {
 
 constexpr std::size_t kDefaultPageSize = std::size_t{64} << 10;
-// Made present in one call: meanwhile the kernel maps nothing else, in any thread.
+// Bytes made present in one call, during which the kernel maps nothing else in any thread.
 constexpr std::size_t kPopulateBytes = std::size_t{256} << 10;
-// The memfd is sparse, so its size costs nothing; twice this is no longer a file size.
+// The memfd is sparse, so its size costs nothing. Twice this size is too large for a file.
 constexpr std::uint64_t kMemfdSize = std::uint64_t{1} << 62;
-// Kernel mappings more if another one takes the place of the middle of one.
+// Kernel mappings that a new one adds if it replaces the middle of another.
 constexpr std::size_t kCut = 2;
 
 void* pointer(Address at) { return reinterpret_cast<void*>(at); }
 
-// Calls `visit(first, n)` for each piece: handles that follow one another, which are one kernel
-// mapping. Ends early if it returns false.
+// Calls `visit(first, n)` for each piece: consecutive handles, which are one kernel mapping. Ends
+// early if `visit` returns false.
 template <typename Visit>
 void each_piece(std::span<const Handle> handles, Visit visit) {
   for (std::size_t i = 0, n; i < handles.size(); i += n) {
@@ -79,8 +79,7 @@ std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
 
 class HostDriver;
 std::mutex registry_mutex;
-// All host drivers, for the handlers of fork(2). Never destroyed: a process may fork while it
-// exits.
+// All host drivers, for fork handlers. Never destroyed: a process may fork while it exits.
 std::vector<HostDriver*>& registry() {
   static std::vector<HostDriver*>& all = *new std::vector<HostDriver*>;
   return all;
@@ -115,25 +114,24 @@ class HostDriver final : public Driver {
     copies_.reset();
     const std::lock_guard no_fork(registry_mutex);
     std::erase(registry(), this);
-    // The ranges that are left are those of a broken pool, and nothing reaches them.
+    // Ranges that are left are a broken pool's, and no work reaches them.
     if (left_behind()) return;
     for (const auto& [range, left] : reservations_) munmap(pointer(left.begin), left.size());
     memfd_ = Descriptor(-1);  // no fork before it is closed
   }
 
-  // For the handlers of fork(2): during a fork no range is reserved or freed.
+  // For fork handlers: during a fork no range is reserved or freed.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
-  // Takes the memory from a forked child (I13). A shared mapping stays shared with the child, whose
-  // writes would reach the parent. So inaccessible memory comes over every reserved range, and the
-  // memfd is closed. The addresses stay taken: what the child allocates never lies where a view of
-  // the parent's memory points. System calls only, because a thread of the parent may hold any
-  // lock.
+  // Takes the memory from a forked child (I13), whose writes to a shared mapping would reach the
+  // parent: maps inaccessible memory over every reserved range, and closes the memfd. The addresses
+  // stay taken, so the child allocates nothing where a view of the parent's memory points. System
+  // calls only, because a thread of the parent may hold any lock.
   void take_away() {
-    if (memfd_.get() < 0) return;  // in a grandchild: it is done
+    if (memfd_.get() < 0) return;  // a grandchild: done in the child
     for (const auto& [at, range] : reservations_) {
-      // One mapping instead of all that were there, which lets go of what the kernel copied for the
-      // parent too.
+      // One mapping replaces all others, and frees private copies that the kernel made for the
+      // parent.
       if (mmap(pointer(range.begin), range.size(), PROT_NONE, kHoleFlags | MAP_FIXED, -1, 0) !=
           MAP_FAILED) {
         continue;
@@ -149,7 +147,7 @@ class HostDriver final : public Driver {
 
   Address reserve(std::size_t pages, Backed) override {
     refuse_if_left("host reserve");
-    // More than asked for, to align the range; the surplus stays reserved until the range is freed.
+    // Reserves more, to align the range; the surplus stays reserved until the range is freed.
     const std::size_t surplus = page_size_ - traits_.granularity;
     const auto asked = checked_multiply(pages, page_size_);
     std::size_t bytes;
@@ -257,7 +255,7 @@ class HostDriver final : public Driver {
     std::size_t touched = 0;
     const Refusal refusal = map_run({at, to}, to_access, touched);
     if (!refusal) return;
-    bool whole = true;  // put back, as far as the kernel lets it
+    bool whole = true;  // all that was remapped is put back
     each_piece(from.first(touched), [&](std::size_t first, std::size_t n) {
       whole &= !insist(
           [&] { return place_piece(at + first * page_size_, n, from[first], from_access); });
@@ -317,7 +315,6 @@ class HostDriver final : public Driver {
     copies_->copy(direction, out ? memory : pointer(at), out ? pointer(at) : memory, bytes);
   }
 
-  // Nothing but copies runs beside the caller.
   FencePtr fence(Stream stream) override {
     refuse_if_left("host fence");
     return stream == kCopyStream ? copies_->fence() : nullptr;
@@ -335,15 +332,14 @@ class HostDriver final : public Driver {
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
   static constexpr std::chrono::seconds kPatience{60};
 
-  // Whether the driver is the one of a process that this one was forked from.
+  // Whether the driver belongs to a process that this process was forked from.
   bool left_behind() const { return fork_depth.load(std::memory_order_relaxed) != fork_depth_; }
   void refuse_if_left(const char* operation) const {
     if (left_behind()) refuse_in_forked_child(operation);
   }
 
-  // A copy into memory that was never touched takes three times its own time in small pages. A
-  // hint: if it is refused, the copy is slower. Huge pages that lie within alone: what is beside is
-  // not ours.
+  // A copy into new memory in small pages takes three times as long. If the hint is refused, the
+  // copy is only slower. Covers whole huge pages inside the range: memory beside it is not ours.
   void advise_huge_pages(Address at, std::size_t bytes) {
     const Address begin = ceil_div(at, kHugePage) * kHugePage;
     const Address end = (at + bytes) / kHugePage * kHugePage;
@@ -357,7 +353,7 @@ class HostDriver final : public Driver {
   struct Refusal {
     int error = 0;
     bool injected = false;  // the call was not made
-    bool gone = false;      // the kernel removed what was mapped there, and then refused
+    bool gone = false;      // the kernel removed the old mapping before it refused
     explicit operator bool() const { return error != 0; }
   };
 
@@ -369,7 +365,7 @@ class HostDriver final : public Driver {
                 memfd_ = Descriptor(memfd_create("vtensor", MFD_CLOEXEC | MFD_ALLOW_SEALING));
                 return memfd_.get() >= 0;
               });
-    // Past the limit on file sizes the kernel sends a signal instead of an error.
+    // Past the limit on file sizes the kernel sends a signal.
     rlimit limit{};
     std::uint64_t size = kMemfdSize;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0) size = std::min<std::uint64_t>(size, limit.rlim_cur);
@@ -382,7 +378,7 @@ class HostDriver final : public Driver {
       }
       if (ftruncate(memfd_.get(), static_cast<off_t>(handles_ * page_size_)) == 0) break;
     }
-    // So that no reader's mapping ever lies past its end.
+    // No reader's mapping may ever lie past the end.
     if (traits_.exports == ExportKind::file)
       fcntl(memfd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
   }
@@ -405,7 +401,7 @@ class HostDriver final : public Driver {
   off_t offset_of(Handle handle) const { return static_cast<off_t>(handle * page_size_); }
 
   // Makes a driver call about `bytes` bytes at `at`: counted, traced, and refused if a test asks
-  // for that. `made` returns whether the kernel did it, and has its reason in errno if not.
+  // for that. `made` returns whether the kernel did it, with the reason in errno if not.
   template <typename Make>
   Refusal call(Call which, Address at, std::size_t bytes, Make made) {
     const trace::Span span(trace::What::driver_call, at, bytes, 0, which);
@@ -413,10 +409,9 @@ class HostDriver final : public Driver {
     return {.error = made() ? 0 : errno};
   }
 
-  // Reading makes shared memory present as writing does, and takes 16 small pages at a fault if
-  // they exist. A later write to memory that is mapped for writing then does not fault. It takes
-  // whole small pages, so that EINVAL is that of a kernel without the call, which makes memory
-  // present at the first touch.
+  // Reading makes shared memory present as writing does, and maps 16 present small pages a fault. A
+  // later write to a writable mapping does not fault. The call gets whole small pages, so that
+  // EINVAL means a kernel without it: memory is then made present at first touch.
   Refusal make_present(Address at, std::size_t bytes) {
     Refusal refusal;
     for (const Address end = at + bytes; at < end && !refusal; at += kPopulateBytes) {
@@ -430,7 +425,8 @@ class HostDriver final : public Driver {
     return refusal;
   }
 
-  // For calls that unmap or undo: tries once more if the limit on mappings refused the first.
+  // For calls that unmap or undo: tries again, without ballast, if the limit on mappings refused
+  // it.
   template <typename Try>
   Refusal insist(Try call) {
     const Refusal refusal = call();
@@ -445,7 +441,7 @@ class HostDriver final : public Driver {
       return mmap(pointer(at), bytes, protection, flags | MAP_FIXED, file, offset) != MAP_FAILED;
     });
     if (refusal && !refusal.injected) {
-      // Before Linux 6.12 a refusal may come after the old mapping was removed.
+      // Before Linux 6.12 the kernel may remove the old mapping and then refuse.
       unsigned char resident;
       refusal.gone = mincore(pointer(at), traits_.granularity, &resident) != 0 && errno == ENOMEM;
     }
@@ -458,9 +454,8 @@ class HostDriver final : public Driver {
                  offset_of(first));
   }
 
-  // Maps piece after piece, up to the first refusal. Adds to `touched` the pages from the first on
-  // that are no longer as before. A copy-on-write page loses its copied content only when its piece
-  // is reached.
+  // Maps piece after piece, up to the first refusal. Adds to `touched` the first pages, whose old
+  // mapping is gone. A private copy is lost only when its piece is reached.
   Refusal map_run(const PageRun& run, Access access, std::size_t& touched) {
     Refusal refusal;
     each_piece(run.handles, [&](std::size_t first, std::size_t n) {
@@ -497,10 +492,10 @@ class HostDriver final : public Driver {
   std::atomic<Handle> next_handle_{0};
   // Held while a range is reserved or freed, and during a fork.
   std::mutex mutex_;
-  std::map<Address, Interval> reservations_;  // all addresses by those of the range
+  std::map<Address, Interval> reservations_;  // all reserved addresses, by the range's first
   Descriptor memfd_;                          // -1 in a forked child
   Pagemap pagemap_;
-  // A refusal is no error: the faults of the copy make memory present too.
+  // Ignores refusals: the faults of the copy make memory present too.
   std::unique_ptr<HostCopies, DeleteUnlessForked> copies_{
       new HostCopies([this](std::byte* to, std::size_t bytes) {
         make_present(reinterpret_cast<Address>(to), bytes);

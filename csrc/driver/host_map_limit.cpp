@@ -23,7 +23,7 @@ constexpr std::size_t kBallast = 4;  // mappings
 
 std::size_t kernel_page() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
-// Allocates nothing: no mapping may be left.
+// Allocates nothing, because no mapping may be left.
 std::size_t read_limit() {
   const int fd = open("/proc/sys/vm/max_map_count", O_RDONLY | O_CLOEXEC);
   if (fd < 0) return kNoLimit;
@@ -45,7 +45,7 @@ std::size_t count_lines_of_maps() {
   return lines;
 }
 
-// The limit of the process that `bytes` more would pass; empty if it is none of these.
+// The limit on bytes that `bytes` more would pass; empty if none.
 std::string passed_by(std::size_t bytes) {
   struct OfBytes {
     __rlimit_resource resource;
@@ -80,8 +80,8 @@ MapLimit& MapLimit::of_process() {
 bool MapLimit::throw_off_ballast() {
   const std::lock_guard lock(mutex_);
   if (!ballast_) return false;
-  // The inner mappings first: the outer two may have merged with their neighbours, and a split of
-  // those could be refused.
+  // The inner mappings first: the outer two may have merged with neighbours, and the kernel may
+  // refuse to split a mapping.
   const std::size_t unit = kernel_page();
   munmap(ballast_ + unit, (kBallast - 2) * unit);
   munmap(ballast_, unit);
@@ -97,7 +97,7 @@ void MapLimit::take_ballast() {
       mmap(nullptr, kBallast * unit, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (start == MAP_FAILED) return;
   ballast_ = static_cast<char*>(start);
-  // A refusal makes the ballast lighter.
+  // A refusal only makes the ballast lighter.
   for (std::size_t i = 1; i < kBallast; i += 2) mprotect(ballast_ + i * unit, unit, PROT_READ);
 }
 

@@ -40,7 +40,7 @@ struct CgroupFiles {
 std::size_t room_in(const CgroupFiles& files) {
   std::size_t room = kUnlimited;
   std::string path = files.path;
-  while (true) {  // a limit of any ancestor holds
+  while (true) {  // every ancestor's limit holds
     const std::string folder = files.mount + path + "/";
     const auto limit = number_in(folder + files.limit);
     const auto usage = number_in(folder + files.usage);

@@ -22,13 +22,13 @@ struct ScanArguments {
 constexpr unsigned long kScan = _IOWR('f', 16, ScanArguments);
 constexpr std::uint64_t kIsFile = 1 << 2, kIsPresent = 1 << 3, kIsSwapped = 1 << 4;
 
-using Entry = std::uint64_t;  // of one page of the kernel
+using Entry = std::uint64_t;  // of one kernel page
 constexpr Entry kOfFile = Entry{1} << 61, kSwapped = Entry{1} << 62, kPresent = Entry{1} << 63;
 
 }  // namespace
 
-// Kept open: opening it takes as long as reading 300 entries. If that is refused, every read is
-// too.
+// The file stays open: opening takes as long as reading 300 entries. If opening is refused, so is
+// every read.
 Pagemap::Pagemap(bool may_scan)
     : file_(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)), scans_(may_scan) {}
 

@@ -1,4 +1,4 @@
-// Which pages of this process the kernel has copied at a write (Linux,
+// Finds the private pages that the kernel made at writes (Linux,
 // Documentation/admin-guide/mm/pagemap.rst).
 #pragma once
 
@@ -14,13 +14,13 @@ namespace vtensor {
 
 class Pagemap {
  public:
-  // `may_scan`: uses PAGEMAP_SCAN where the kernel has it (Linux 6.7). Beside reading an entry for
-  // each page of the kernel, that skips page tables that are not there: a range that nothing has
-  // touched since its pages were remapped costs nothing.
+  // `may_scan`: uses PAGEMAP_SCAN where the kernel has it (Linux 6.7). Reading takes an entry for
+  // each kernel page; PAGEMAP_SCAN skips page tables that are not there, so a range that nothing
+  // has touched since it was remapped costs nothing.
   explicit Pagemap(bool may_scan = true);
 
-  // Marks pages of `page_size` from `at` on that have memory of no file: a write to a private
-  // mapping copied it. False if the kernel does not say.
+  // Marks the pages of `page_size` from `at` on in which a write to a private mapping made a copy:
+  // memory of no file. False if the kernel does not say.
   bool find_private(Address at, std::size_t page_size, std::span<std::uint8_t> found);
 
   bool scans() const { return scans_.load(std::memory_order_relaxed); }
@@ -30,7 +30,7 @@ class Pagemap {
   bool read(Address at, std::size_t page_size, std::span<std::uint8_t> found) const;
 
   const Descriptor file_;
-  std::atomic<bool> scans_;  // until the kernel says that it cannot
+  std::atomic<bool> scans_;  // false once the kernel refuses
 };
 
 }  // namespace vtensor
