@@ -16,18 +16,18 @@ namespace {
 
 using Run = PageTable::Run;
 
-// Remaps entries to other pages: all of them or none. At its end the page tables say what the
-// driver has mapped. The pool is broken if that is neither.
+// Remaps entries to other pages: all of them or none. At its end the page tables say what is
+// mapped. The pool is broken if a run is in neither state.
 class Remapping {
  public:
-  // What becomes of a changed run if a later one is refused.
+  // What happens to a changed run if a later run is refused.
   enum class Undo : std::uint8_t {
-    needed,      // it is put back, or the pool is broken: it shows other bytes
-    wanted,      // it is put back, or stays: it shows the same bytes
-    impossible,  // it stays: what the kernel had copied lies nowhere else now
+    needed,      // it is put back, or the pool is broken: the new pages have other bytes
+    wanted,      // it is put back, or stays: the new pages have the same bytes
+    impossible,  // it stays: the private copies are gone, and only the new pages have their bytes
   };
 
-  // The new entries are in `state`.
+  // `state`: of the new entries.
   explicit Remapping(EntryState state) VT_LOCKED : state_(state) {}
   ~Remapping() VT_LOCKED {
     for (const Change& change : changes_) enter(change);
@@ -35,13 +35,13 @@ class Remapping {
   }
   Remapping& operator=(Remapping&&) = delete;
 
-  // Begins a run of pages that are mapped in one state; `add` continues it.
+  // Begins a run of pages that are mapped in one state; `add` extends the run.
   void begin(Reservation& range, std::size_t row, std::size_t index, Undo undo) VT_LOCKED {
     changes_.push_back(
         {range, {row, {index, index}}, access_of(range.at(row, index).state()), undo});
   }
-  // Takes over a reference to `page`, unless it is the one that is mapped there. Throws
-  // std::bad_alloc, and takes nothing over then.
+  // Takes over a reference to `page`, unless the entry has `page` already. Throws std::bad_alloc,
+  // and takes nothing over then.
   void add(Page* page) VT_LOCKED {
     Change& change = changes_.back();
     const Page* const was = change.range.at(change.run.row, change.run.indices.end).page();
@@ -52,10 +52,10 @@ class Remapping {
     ++change.run.indices.end;
   }
   void cannot_undo() { changes_.back().undo = Undo::impossible; }
-  // Copies into the new pages have not ended.
+  // Copies into the new pages may still run.
   void copies_go_on() { copying_ = true; }
 
-  // Throws what the driver does; what can be is put back then.
+  // Throws a refusal of the driver, after putting back every run that can be.
   void carry_out() {
     try {
       for (Change& change : changes_) exchange(change);
@@ -118,7 +118,7 @@ class Remapping {
   const EntryState state_;
   std::vector<Change> changes_;
   bool copying_ = false;
-  std::exception_ptr failed_;  // an undoing
+  std::exception_ptr failed_;  // a refused undo
 };
 
 bool has_private_copies(const Reservation& range) VT_LOCKED {
@@ -146,7 +146,7 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs
   Driver& driver = range.driver();
   Remapping changes(EntryState::writable);
   std::vector<PageCopy> copies;
-  const Page* previous = nullptr;  // in the same row
+  const Page* previous = nullptr;  // the new page before this one in its row
   std::size_t row = 0;
   for (const Run& run : runs) {
     if (std::exchange(row, run.row) != run.row) previous = nullptr;
@@ -162,8 +162,8 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs
       Page* const to = taken.front();
       const auto drop = [&range](Page* page) VT_LOCKED { range.store().drop(page); };
       std::unique_ptr<Page, decltype(drop)> not_added(to != from ? to : nullptr, drop);
-      // What the kernel copied cannot be put back, so a refused remap must leave it whole: one
-      // kernel mapping each.
+      // A private copy cannot be put back, so a refused remap must leave it untouched: each driver
+      // call then is one kernel mapping.
       const bool continues = previous != nullptr && previous->handle + 1 == to->handle;
       if (index == run.indices.begin || (driver.traits().adjacent_handles && !continues))
         changes.begin(range, run.row, index, Remapping::Undo::wanted);
@@ -171,7 +171,7 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs
       [[maybe_unused]] const Page* const added = not_added.release();
       if (private_copy) changes.cannot_undo();
       if (to != from || private_copy) {
-        // From here on it holds neither its last owner's bytes nor, until all is copied, ours.
+        // From here on the page holds no owner's bytes, until all is copied.
         to->last_owner = kNoOwner;
         copies.push_back({to->handle, range.address(run.row, index)});
       }
@@ -193,7 +193,7 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs
   try {
     for (const Reservation::Bytes bytes : stale) range.zero(bytes, stream);
   } catch (...) {
-    // Pages that are being zeroed stay as they are.
+    // If zeroing may still run, the new pages stay mapped.
     if (range.await_work(stream)) changes.put_back();
     throw;
   }
@@ -229,7 +229,7 @@ std::vector<std::uint8_t> find_private_copies(const Reservation& range, const Ru
   if (!range.driver().traits().kernel_copies_on_write) return private_copies;
   range.driver().find_private_copies(range.address(run), private_copies);
   if (range.store().asleep() == 0) return private_copies;
-  // Behind a page that is mapped nowhere, reading finds the kernel's page of zeros.
+  // Where a page sleeps nothing is mapped, and the system may report the kernel's page of zeros.
   for (std::size_t i = 0; i < private_copies.size(); ++i)
     if (!is_awake(range.at(run.row, run.indices.begin + i))) private_copies[i] = 0;
   return private_copies;
@@ -252,7 +252,7 @@ std::vector<Run> private_copies_in(const Reservation& range, Interval indices) {
 
 namespace {
 
-// Counts pages that the kernel copied, and pages that it may have copied for which `counts` holds.
+// Counts private copies, and of the pages that may be copied those for which `counts` is true.
 template <typename Counts>
 std::size_t count_copied(const Reservation& range, std::span<const Run> runs, Counts counts)
     VT_LOCKED {

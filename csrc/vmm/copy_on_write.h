@@ -1,5 +1,5 @@
-// Pages that several page tables have: what makes them copy-on-write, and gives a writer a page of
-// its own again. Each of these is whole or nothing.
+// Sharing of pages: making them copy-on-write, and giving a writer a page of its own again. Each
+// function is whole or nothing.
 #pragma once
 
 #include <cstddef>
@@ -13,28 +13,27 @@
 
 namespace vtensor {
 
-// Makes writable runs copy-on-write, which are about to be shared. Lets the lock go meanwhile,
-// unless it is null. Requires: no work that may write to the runs is left in any stream.
+// Makes writable runs copy-on-write, before their pages are shared. Releases the lock meanwhile,
+// unless `lock` is null. Requires: no work that may write to the runs is left in any stream.
 void make_copy_on_write(Reservation& range, PoolLock* lock, std::span<const PageTable::Run> runs)
     VT_LOCKED;
 
-// Gives each copy-on-write page of `runs` a page of its own with what is seen there, mapped
-// writable, and zeroes `stale` at the end, in `stream`. If that is refused, pages that the kernel
-// had copied may stay unshared, which only the counts show. Throws TimedOut if copies may still
-// run, in the side stream.
+// Maps a page of its own, with the same bytes, writable at each index of the copy-on-write `runs`,
+// and zeroes `stale` last, in `stream`. After a refusal, pages that the kernel had copied may stay
+// unshared, which only counts show. Throws TimedOut if copies may still run in the side stream.
 void unshare_pages(Reservation& range, PoolLock& lock, std::span<const PageTable::Run> runs,
                    std::span<const Reservation::Bytes> stale, Stream stream) VT_LOCKED;
-// Pages that unsharing `runs` takes from the pool: a page with one reference left is kept.
+// Pages that unsharing `runs` takes from the pool: a page with one reference is kept.
 std::size_t count_fresh_pages(const Reservation& range, std::span<const PageTable::Run> runs)
     VT_LOCKED;
 
-// Whether unsharing `page` takes a page for one more of its sharers, after `unsharing` of them: the
-// last one keeps it, unless readers in other processes may see what is replaced.
+// Whether the next sharer that unshares `page` takes a new page: the last sharer keeps `page`,
+// unless readers in other processes may see it. `unsharing` counts the sharers so far.
 bool takes_fresh_page(const Reservation& range, const Page& page, std::uint32_t& unsharing)
     VT_LOCKED;
 
-// Pages from `index` on, of one state, to be replaced by `to`, copy-on-write. Requires: a driver
-// that remaps in one step, because a page that cannot be put back would leave its owner without it.
+// Pages from `index` on, mapped in one state, that copy-on-write pages `to` replace. Requires: a
+// driver that remaps in one step, because an owner would lose a page that cannot be put back.
 struct PageChange {
   Reservation* range;
   std::size_t row, index;
@@ -43,16 +42,16 @@ struct PageChange {
 void remap_pages(std::span<const PageChange> changes) VT_LOCKED;
 
 // The pages of copy-on-write runs that the kernel copied at a write, as the driver reports them. A
-// page taken for copied by mistake costs a copy, not correctness.
+// page falsely reported as copied costs only a copy.
 std::vector<std::uint8_t> find_private_copies(const Reservation& range, const PageTable::Run& run)
     VT_LOCKED;
 std::vector<PageTable::Run> private_copies_in(const Reservation& range, Interval indices) VT_LOCKED;
-// Private copies in `runs`: pages that unsharing gives back to the kernel.
+// Private copies in `runs`, which unsharing gives back to the kernel.
 std::size_t count_private_copies(const Reservation& range, std::span<const PageTable::Run> runs)
     VT_LOCKED;
-// Counts a whole range. If the system does not say what was copied, copy-on-write pages count as if
-// each had memory of its own: all but one page of a handle are copies. `seen` has the pages counted
-// so far, in this range and in others.
+// Private copies in the whole range. If the system does not say which pages it copied, all
+// copy-on-write pages of a handle but one count as copies. `seen` collects the pages counted so
+// far, in all ranges.
 std::size_t count_private_copies(const Reservation& range, std::unordered_set<const Page*>& seen)
     VT_LOCKED;
 

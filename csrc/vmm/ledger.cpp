@@ -43,9 +43,9 @@ constexpr int kLockTries = kWithoutPause + static_cast<int>(kLockPatience / (1.5
 // How often a survey looks for answers.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 
-// Bytes of the file that stand for locks, in every layout. Apart, so that the kernel joins none.
+// Bytes of the file that serve as locks, in every layout. Apart, so that the kernel merges none.
 constexpr off_t kFileLock = 0;
-constexpr off_t kLife = 2;  // and on: one a place
+constexpr off_t kLife = 2;  // the first of one byte a place
 
 off_t life_of(std::size_t place) { return kLife + static_cast<off_t>(place); }
 
@@ -98,7 +98,7 @@ using Counter = std::atomic<std::uint64_t>;
 static_assert(Counter::is_always_lock_free);
 
 struct alignas(64) Ledger::Place {
-  std::atomic<std::int64_t> process;  // stored last; 0: never taken, or given up
+  std::atomic<std::int64_t> process;  // stored last; 0: the place is free
   Counter held, wanted, cached, spare;
   std::atomic<std::uint32_t> answered;
   WakeWord word;
@@ -112,13 +112,13 @@ struct Ledger::Content {
   std::atomic<std::uint32_t> last_request;
   std::uint64_t limit;
   std::array<Place, kMostPools> places;
-  std::uint64_t last_word;  // kMagic, unless the file was cut, and maybe made longer since
+  std::uint64_t last_word;  // kMagic, unless the file was cut, even if it was made longer since
 };
 
 // The file, open and mapped.
 class Ledger::File : public SharedFile {
  public:
-  // Null if the file has lost its name, or was ever cut. Good for a few accesses.
+  // Null if the file has lost its name, or was ever cut. Valid for a few accesses.
   Content* whole() const noexcept {
     struct stat found{};
     const bool is_whole = fstat(descriptor(), &found) == 0 && found.st_nlink != 0 &&
@@ -126,13 +126,13 @@ class Ledger::File : public SharedFile {
                           !cut_.load(std::memory_order_acquire) && mapped()->last_word == kMagic;
     return is_whole ? mapped() : nullptr;
   }
-  // Zeros, for good, once the file was cut. Good for a few accesses, for which the file is long
-  // enough now. Requires: it is mapped.
+  // The content; once the file was cut, zeros for good. Valid for a few accesses, since the file
+  // may be cut at any time. Requires: the file is mapped.
   Content& content() noexcept {
     struct stat found{};
     if (!cut_.load(std::memory_order_acquire) &&
         !(fstat(descriptor(), &found) == 0 && is_long(found))) {
-      // In one step for other threads, which may be about to use it.
+      // In one step, because other threads may be about to use the mapping.
       void* const at = mmap(mapped(), sizeof(Content), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
       cut_.store(at != MAP_FAILED, std::memory_order_release);
@@ -146,10 +146,10 @@ class Ledger::File : public SharedFile {
   }
   Content* mapped() const { return reinterpret_cast<Content*>(at()); }
 
-  std::atomic<bool> cut_{false};  // what is mapped is not the file's any more
+  std::atomic<bool> cut_{false};  // the mapping is private zeros, not the file
 };
 
-// The file's lock. Waits up to 1 s, and then throws TimedOut. Throws DriverError.
+// Locks the file for a scope. Throws TimedOut after 1 s, and DriverError.
 class Ledger::Locked {
  public:
   // `meter` is null where the pool's driver may have ended.
@@ -190,7 +190,7 @@ Ledger::Ledger(CallMeter& meter, const std::string& name, int flags)
   }
 }
 
-// Makes the file long enough, with its memory, and begins it afresh.
+// Makes the file long enough, with its memory, and resets it.
 void Ledger::begin(std::uint64_t limit) {
   make_call(meter_, kOperation, Call::fallocate, ENOSPC,
             text("making ", sizeof(Content), " bytes of ", path()),
@@ -227,8 +227,8 @@ std::uint32_t Ledger::layout() const {
   return bytes == sizeof(head) && head.magic == kMagic ? head.layout : 0;
 }
 
-// Throws Error if the file has lost its name, so that the next pool of that name makes another, or
-// was cut, so that nothing says what its pools hold.
+// Throws Error if the file has lost its name, because the next pool of the name makes another, or
+// was cut, because its pools' holdings are lost then.
 Ledger::Content& Ledger::require_whole() const {
   if (Content* const content = file_->whole()) return *content;
   struct stat found{};
@@ -278,7 +278,7 @@ std::unique_ptr<Ledger> Ledger::join(CallMeter& meter, const std::string& name, 
   for (;;) {
     std::unique_ptr<Ledger> ledger(new Ledger(meter, name, O_CREAT));
     const Locked locked(*ledger, &meter);
-    if (!ledger->is_linked()) continue;  // its last pool has left meanwhile
+    if (!ledger->is_linked()) continue;  // the file was removed meanwhile, by its last pool
     try {
       ledger->take_place(limit, device);
     } catch (...) {
@@ -334,10 +334,10 @@ Ledger::~Ledger() {
   place.process = 0;
   try {
     const Locked locked(*this, nullptr);
-    file_->unlock(life_of(place_));  // so that of two that leave one is last
+    file_->unlock(life_of(place_));  // locked, so that one of two pools that leave is the last
     remove_if_unused();
   } catch (...) {
-    // The file stays, and the next pool of its name finds no living pool in it.
+    // The file stays: the next pool of its name finds no living pool there, and resets it.
     file_->unlock(life_of(place_));
   }
 }
@@ -436,14 +436,14 @@ std::pair<std::vector<Ledger::Survey>, std::vector<std::string>> Ledger::survey(
   for (const std::string& name : names()) {
     try {
       std::unique_ptr<Ledger> ledger(new Ledger(meter, name, 0));
-      const Locked locked(*ledger, &meter);  // no process begins it meanwhile
+      const Locked locked(*ledger, &meter);  // locked, so that no process resets it
       if (!ledger->any_alive() || ledger->has_other_layout()) continue;
       ledger->map();
       ledger->require_whole();
       requests.push_back(ledger->request());
       ledgers.push_back(std::move(ledger));
     } catch (const DriverError& error) {
-      if (error.code != ENOENT) skipped.emplace_back(error.what());  // its pools have left
+      if (error.code != ENOENT) skipped.emplace_back(error.what());  // ENOENT: its pools have left
     } catch (const Error& error) {
       skipped.emplace_back(error.what());
     }
@@ -462,7 +462,7 @@ std::pair<std::vector<Ledger::Survey>, std::vector<std::string>> Ledger::survey(
 }
 
 Ledger::Survey Ledger::read() const {
-  const Locked locked(*this, &meter_);  // all at one moment
+  const Locked locked(*this, &meter_);  // all figures of one moment
   const Content& content = file_->content();
   Survey survey{name_, content.limit, {}};
   for (std::size_t i = 0; i < kMostPools; ++i) {

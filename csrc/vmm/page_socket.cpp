@@ -71,7 +71,7 @@ std::optional<PageMessage> PageMessage::receive(const SharedFile& socket, bool& 
   got.msg_controllen = control.size();
   const ssize_t size = recvmsg(socket.descriptor(), &got, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (size < 0 && (errno == EAGAIN || errno == EINTR)) return std::nullopt;
-  if (size >= 0) take_descriptors(got, message.pages);  // an empty message may have some too
+  if (size >= 0) take_descriptors(got, message.pages);  // an empty message may carry some too
   ended = size != sizeof content || (got.msg_flags & MSG_TRUNC) != 0 || content.count > kMost ||
           content.refusal.back() != 0;
   if (ended) return std::nullopt;

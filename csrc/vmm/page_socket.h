@@ -1,5 +1,5 @@
-// A socket on which a reader asks the writer for pages of a device, and gets them: each a
-// descriptor (SCM_RIGHTS), or the bytes of a fabric handle. Neither end waits in it.
+// Messages of a socket on which a reader asks a writer for pages of a device: the writer sends each
+// as a descriptor (SCM_RIGHTS), or as the bytes of a fabric handle. Neither end blocks in a call.
 #pragma once
 
 #include <array>
@@ -14,16 +14,16 @@
 
 namespace vtensor {
 
-// A question names handles of the writer; without any it asks the writer for its work's end alone.
-// The answer has the pages in that order, or says why there are none.
+// A question names handles of the writer; without handles it only asks the writer to wait for its
+// work. The answer has the pages in the order of the handles, or says why there are none.
 struct PageMessage {
   static constexpr std::size_t kMost = 128;  // pages; the kernel passes at most 253 descriptors
 
-  // As it is sent, whole.
+  // The bytes of a message, always sent whole.
   struct Content {
     std::uint64_t number;  // of the question
-    FileId memory;         // that is asked for
-    std::uint32_t count;   // of handles, or of pages that come
+    FileId memory;         // the pages' memory
+    std::uint32_t count;   // of handles in a question, of pages in an answer
     ExportKind kind;       // of the pages of an answer
     std::array<Handle, kMost> handles;
     std::array<decltype(ExportedPage::fabric), kMost> fabrics;
@@ -31,12 +31,12 @@ struct PageMessage {
   } content{};
   std::vector<ExportedPage> pages;
 
-  // Says why there are no pages.
+  // Makes the message an answer that says why there are no pages.
   void refuse(std::string_view why) noexcept;
-  // 0, or what the system refuses it with: EPIPE or ECONNRESET if the other end is gone.
+  // Sends the message. Returns 0, or an errno: EPIPE or ECONNRESET if the other end is gone.
   int send(const SharedFile& socket);
-  // The next message. None if there is none yet, or `ended` if none comes any more: the other end
-  // is gone, or sent what is no message.
+  // The next message; none if none has come yet. Sets `ended` if none will come: the other end is
+  // gone, or sent something that is no message.
   static std::optional<PageMessage> receive(const SharedFile& socket, bool& ended);
 };
 

@@ -15,7 +15,7 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// How many of the first pages are adjacent: one call takes their memory.
+// How many pages from the first on have adjacent handles: one call destroys them.
 std::size_t adjacent(const Driver& driver, std::span<Page* const> pages) {
   if (!driver.traits().adjacent_handles) return 1;
   std::size_t n = 1;
@@ -39,7 +39,7 @@ PageStore::~PageStore() {
   try {
     if (!broken()) empty_oldest(nullptr, spare());
   } catch (...) {
-    // The driver's own end gives back what it refused here.
+    // The end of the driver frees what it refused to free here.
   }
 }
 
@@ -94,8 +94,8 @@ void PageStore::give_back_charge() noexcept {
   if (charged() > needed) ledger_->hold(needed * driver_.traits().page_size);
 }
 
-// The kernel does not ask before it copies. So private copies, and nothing else, may exceed the
-// shared budget, as they may exceed the pool's own.
+// The kernel does not ask before it copies. So private copies, and nothing else, may exceed a
+// shared budget, as they may the pool's own.
 void PageStore::set_private_copies(std::size_t pages) {
   private_copies_ = pages;
   if (ledger_ == nullptr) return;
@@ -144,7 +144,7 @@ bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
   if (driver_.traits().adjacent_handles || releasable() >= pages) return false;
   if (!charge(pages)) return false;
   const std::size_t missing = pages - releasable();
-  std::vector<Page*> fresh;  // in no list without the lock
+  std::vector<Page*> fresh;  // in no list, so no other thread finds them
   std::size_t made = 0;
   std::exception_ptr error;
   under_way_ += missing;
@@ -171,7 +171,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, bool st
   raise_if_broken();
   const std::size_t begin = out.size();
   try {
-    // If handles are made one by one, picking makes handles where none is spare.
+    // If handles are made one by one, placement_ makes one for each page that is not spare.
     if (!driver_.traits().adjacent_handles && n > spare()) require_charge(n, 0);
     const std::size_t fresh = sub_sat(budget(), used_ + private_copies_ + spare());
     out.reserve(begin + n);
@@ -195,8 +195,8 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, bool st
   used_ += n;
 }
 
-// Gives back kept memory until the budget has `taken` more pages, of which `fresh` have no memory
-// yet.
+// Gives back spare memory until the budget has room for `taken` more pages, of which `fresh` have
+// no memory yet.
 void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
   const std::size_t most = sub_sat(budget(), used_ + private_copies_ + taken);
@@ -225,7 +225,7 @@ void PageStore::require_charge(std::size_t taken, std::size_t spare) {
 
 void PageStore::empty_oldest(PoolLock* lock, std::size_t n) {
   raise_if_broken();
-  std::vector<Page*> leaving;  // in use meanwhile, so that nothing else gets them
+  std::vector<Page*> leaving;  // have a reference meanwhile, so that no other thread takes them
   leaving.reserve(n);
   for (; n != 0; --n) {
     leaving.push_back(placement_.spare().oldest());
@@ -323,7 +323,7 @@ steady_clock::time_point PageStore::release_excess(PoolLock& lock) {
   try {
     if (has_excess()) release(lock, 1);  // one at a time: callers may wait for the lock
   } catch (const Error&) {
-    return steady_clock::now() + std::chrono::seconds(1);  // refused: tried again
+    return steady_clock::now() + std::chrono::seconds(1);  // the driver refused: tries again later
   }
   excess_due_ = has_excess();
   return excess_due_ ? steady_clock::now() : steady_clock::time_point::max();
@@ -342,7 +342,7 @@ void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses) cons
     extra += page->references - use.entries;
     if (use.writable && use.reachable > 1) throw Error("I6: ", name, " is shared and writable");
   }
-  // Page sets may be the last to have a page that sleeps.
+  // Only page sets may have a page that sleeps, and `uses` then lacks it.
   const auto differs = [&](std::size_t counted, std::size_t found)
                            VT_LOCKED { return found > counted || counted - found > in_page_sets_; };
   if (differs(asleep_, asleep) || differs(without_memory_, without_memory)) {

@@ -54,7 +54,7 @@ void PageTable::replace(std::size_t i, std::span<Index> some, Index to) noexcept
 }
 
 void PageTable::add_mapped(Interval indices, std::size_t by) noexcept {
-  // Atomic to be read without the lock; it changes under it, so no atomic add is needed.
+  // The value is read without the lock, but changes only under it, so it needs no atomic add.
   mapped_.store(mapped() + by * indices.size(), std::memory_order_relaxed);
   change_indices(indices, [by](Index index) { return Index(index.mapped() + by, index.why()); });
 }

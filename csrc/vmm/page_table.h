@@ -1,5 +1,5 @@
-// The pages of an address range, by row and page index, why those of an index are mapped, and
-// counts of them.
+// The pages of an address range, by row and page index; why the pages of each index are mapped; and
+// counts of both.
 #pragma once
 
 #include <algorithm>
@@ -24,12 +24,12 @@ namespace vtensor {
 enum class EntryState : std::uint8_t {
   empty,
   writable,
-  copy_on_write,  // shared, or once shared: writes do not reach the page
+  copy_on_write,  // shared now or earlier: writes do not reach the page
   arriving,       // being mapped, without the lock
-  leaving,        // mapped for an operation that failed: to be unmapped before it is used again
+  leaving,        // mapped by an operation that failed: unmapped before the entry is used again
 };
 
-// A page and its state in one word: a table of many pages is read at the speed of memory.
+// A page and its state, in one word: large tables are read at the speed of memory.
 class Entry {
  public:
   Entry() = default;
@@ -53,7 +53,7 @@ inline Access access_of(EntryState state) {
   return state == EntryState::copy_on_write ? Access::copy_on_write : Access::writable;
 }
 
-// Objects, not functions: what calls them inlines them.
+// Function objects, so that callers inline them.
 inline constexpr auto is_mapped = [](Entry entry) { return entry.mapped(); };
 inline constexpr auto is_unmapped = [](Entry entry) { return !entry.mapped(); };
 inline constexpr auto is_writable = [](Entry entry) {
@@ -62,23 +62,23 @@ inline constexpr auto is_writable = [](Entry entry) {
 inline constexpr auto is_copy_on_write = [](Entry entry) {
   return entry.state() == EntryState::copy_on_write;
 };
-// Requires: it has a page.
+// Requires: the entry has a page.
 inline constexpr auto is_awake = [](Entry entry) { return !entry.page()->asleep; };
 inline constexpr auto is_leaving = [](Entry entry) { return entry.state() == EntryState::leaving; };
 
 // Why the pages at an index are mapped, the same in every row.
 enum class Why : std::uint8_t {
-  nothing,     // none is, and none is wanted
-  needed,      // by the owner: none may be mapped yet
+  nothing,     // none is mapped, and none is wanted
+  needed,      // by the owner; some may not be mapped yet
   viewed,      // needed by generations alone
-  prefetched,  // mapped ahead of need, or to be mapped: some may be missing
-  cached,      // the last owner's, kept for the next one
-  unneeded,    // to be unmapped after the work that may use them
-  fenced,      // to be unmapped once the fences after that work have passed
+  prefetched,  // ahead of need; some may not be mapped yet
+  cached,      // the last owner's, for the next owner
+  unneeded,    // to be unmapped after work that may use them; not fenced yet
+  fenced,      // to be unmapped once their fences have passed
 };
-inline constexpr std::size_t kWhys = 8;  // at most, a power of two
+inline constexpr std::size_t kWhys = 8;  // room for reasons: a power of two
 
-// What page tables say of a page, for PagePool::check_invariants.
+// The uses of a page in page tables, for PagePool::check_invariants.
 struct PageUse {
   std::uint32_t entries = 0;
   std::uint32_t reachable = 0;  // entries of ranges that a tensor or a view can still reach
@@ -103,9 +103,9 @@ class PageTable {
   PageTable& operator=(PageTable&&) = delete;
 
   std::size_t rows() const { return rows_; }
-  // Page indices from here on are empty.
+  // Page indices from this one on are empty.
   std::size_t reserved() const VT_LOCKED { return reserved_; }
-  // Makes entries for `indices` present. Throws std::bad_alloc; nothing is changed then.
+  // Makes entries for `indices` present. Throws std::bad_alloc, with nothing changed.
   void reserve(Interval indices) VT_LOCKED;
   Entry at(std::size_t row, std::size_t index) const VT_LOCKED {
     return entries_[place(row, index)];
@@ -113,15 +113,14 @@ class PageTable {
 
   // -- why pages are mapped
 
-  // What is known of an index, in one word: neighbours that are alike are found at the speed of
-  // memory.
+  // The state of an index, in one word: runs of equal ones are found at the speed of memory.
   class Index {
    public:
     Index() = default;
     Index(std::size_t mapped, Why why)
         : word_(static_cast<std::uint32_t>(mapped * kWhys) | static_cast<std::uint32_t>(why)) {}
 
-    std::size_t mapped() const { return word_ / kWhys; }  // entries, also those that are leaving
+    std::size_t mapped() const { return word_ / kWhys; }  // entries that are mapped or leaving
     Why why() const { return static_cast<Why>(word_ % kWhys); }
     bool operator==(const Index&) const = default;
 
@@ -132,48 +131,49 @@ class PageTable {
   };
   static constexpr std::size_t kMostRows = UINT32_MAX / kWhys;
   Why why(std::size_t index) const VT_LOCKED { return indices_[index].why(); }
-  // Says why each reserved one of `indices` is mapped. Where nothing is mapped, only `needed` and
-  // `prefetched` can be the case.
+  // Sets why each of `indices` that is reserved is mapped. Where nothing is mapped, reasons other
+  // than `needed` and `prefetched` become `nothing`.
   void set_why(Interval indices, Why why) noexcept VT_LOCKED {
     change_why(indices, [why](Index) { return why; });
   }
-  // Says why one index, which is reserved, is mapped.
+  // Sets why one index, which is reserved, is mapped.
   void set_why(std::size_t i, Why why) noexcept VT_LOCKED {
     Index& index = indices_.reserved(i);
     change_to(i, {&index, 1}, {index.mapped(), why});
   }
-  // Says so by change(index), which is called once for neighbours that are alike.
+  // Sets the reason to change(index), called once for equal neighbours.
   template <typename Change>
   void change_why(Interval indices, Change change) noexcept VT_LOCKED {
     change_indices(indices,
                    [&change](Index index) { return Index(index.mapped(), change(index)); });
   }
-  // Prefetch in two steps what set_why and reserve read at an index; see prefetch_lines.
+  // Prefetch, in two steps, the memory that set_why and reserve read at an index; see
+  // prefetch_lines.
   void prefetch_place(std::size_t index) const VT_LOCKED {
     indices_.prefetch_place(index);
     entries_.prefetch_place(place(0, index));
   }
   void prefetch_index(std::size_t index) const VT_LOCKED { indices_.prefetch(index); }
-  // Entries that are mapped for this reason, and entries that are not mapped where this is it.
+  // Entries mapped for this reason; entries with this reason that are not mapped.
   std::size_t mapped(Why why) const VT_LOCKED { return of(why).mapped; }
   std::size_t missing(Why why) const VT_LOCKED { return of(why).indices * rows_ - of(why).mapped; }
-  // An interval with all indices of which this is the case, and runs of the first `most` of them.
+  // An interval that contains all indices of this reason; runs of the first `most` of them.
   Interval hull_of(Why why) const VT_LOCKED { return of(why).hull; }
   std::vector<Interval> runs_of(Why why, std::size_t most = SIZE_MAX) const VT_LOCKED;
   // The first of `indices` at which not every row is mapped, for this reason.
   std::size_t first_not_whole(Interval indices, Why why) const VT_LOCKED;
 
-  // Mapped pages, also those that are leaving.
+  // Entries that are mapped or leaving.
   std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }
   std::size_t count_mapped(Interval indices) const VT_LOCKED;
   std::size_t leaving() const VT_LOCKED { return leaving_; }
   std::size_t copy_on_write() const VT_LOCKED { return copy_on_write_; }
   std::size_t writable() const VT_LOCKED { return mapped() - copy_on_write_ - leaving_; }
-  // Pages mapped or arriving at `indices` that have no other reference.
+  // Pages at `indices` that have no other reference.
   std::size_t count_sole(Interval indices) const VT_LOCKED;
 
-  // Calls visit(run, kind) for the maximal runs in `indices` of `row` of one kind(entry) other
-  // than 0.
+  // Calls visit(run, kind) for the maximal runs in `indices` of `row` with one kind(entry), but not
+  // for kind 0.
   template <typename Kind, typename Visit>
   void each_run(std::size_t row, Interval indices, Kind kind, Visit visit) const VT_LOCKED {
     indices.end = std::min(indices.end, reserved());
@@ -209,7 +209,7 @@ class PageTable {
     for (std::size_t row = 0; row < rows_; ++row) collect(runs, row, indices, wanted);
     return runs;
   }
-  // The first of `indices` that is not `wanted` in every row.
+  // The first of `indices` at which some row's entry is not `wanted`; the end if there is none.
   template <typename Wanted>
   std::size_t first_not(Interval indices, Wanted wanted) const VT_LOCKED {
     std::size_t end = std::max(indices.begin, std::min(indices.end, reserved()));
@@ -232,7 +232,7 @@ class PageTable {
       });
     }
   }
-  // Calls visit(page) for the pages of the run, in order. Requires: it has pages.
+  // Calls visit(page) for the pages of the run, in order. Requires: all entries have pages.
   template <typename Visit>
   void each_page(const Run& run, Visit visit) const VT_LOCKED {
     walk(run.row, run.indices, [&visit](std::size_t, Entry entry) VT_LOCKED {
@@ -241,16 +241,16 @@ class PageTable {
     });
   }
 
-  // Adds the mapped pages to `seen`; returns how many of the pages added have several references.
+  // Adds the mapped pages to `seen`; returns how many of the added pages have several references.
   std::size_t add_pages(std::unordered_set<const Page*>& seen) const VT_LOCKED;
-  // Adds what its entries use, `reachable` by a tensor or a view. Throws an Error that names the
+  // Adds the entries to `uses`; `reachable`: by a tensor or a view. Throws an Error that names the
   // violated invariant.
   void check_entries(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const
       VT_LOCKED;
 
  protected:
   ~PageTable() = default;
-  // Empty entries get `pages` in the state `arriving`; calls visit(page) for each.
+  // Puts `pages` into empty entries, as `arriving`; calls visit(page) for each.
   template <typename Visit>
   void arrive(std::size_t row, std::size_t begin, std::span<Page* const> pages, Visit visit)
       VT_LOCKED {
@@ -262,7 +262,7 @@ class PageTable {
       entry = {*page++, EntryState::arriving};
     });
   }
-  // Arriving entries are mapped in `state`; calls visit(page) for each.
+  // Arriving entries become `state`; calls visit(page) for each.
   template <typename Visit>
   void arrived(const Run& run, EntryState state, Visit visit) VT_LOCKED {
     change(run, [&visit, state](Entry& entry) VT_LOCKED {
@@ -293,17 +293,17 @@ class PageTable {
   }
 
  private:
-  static constexpr std::size_t kLess = SIZE_MAX;  // -1, as counts add
+  static constexpr std::size_t kLess = SIZE_MAX;  // -1 in modular arithmetic
   static constexpr std::ptrdiff_t kAhead = 8;     // pages to prefetch ahead
 
   static constexpr auto counts_as_mapped = [](Entry entry) {
     return is_mapped(entry) || is_leaving(entry);
   };
 
-  // The rows of an index lie together, since most changes are of all rows.
+  // Entries of one index lie together, because most changes are of all rows.
   std::size_t place(std::size_t row, std::size_t index) const { return index * rows_ + row; }
-  // Calls visit(index, entry) in order until it returns false. Of indices without entries it visits
-  // the first of each gap alone.
+  // Calls visit(index, entry) in order until it returns false. In a gap without entries, visits
+  // only the first index.
   template <typename Visit>
   void walk(std::size_t row, Interval indices, Visit visit) const VT_LOCKED {
     for (std::size_t index = indices.begin; index < indices.end;) {
@@ -322,7 +322,7 @@ class PageTable {
     const std::size_t found = entries_.next(place(row, index));
     return found == SIZE_MAX ? SIZE_MAX : ceil_div(sub_sat(found, row), rows_);
   }
-  // Calls visit(entry) for the entries of the run, in order. Requires: they are reserved.
+  // Calls visit(entry) for the entries of the run, in order. Requires: the run is reserved.
   template <typename Visit>
   void change(const Run& run, Visit visit) VT_LOCKED {
     for (std::size_t index = run.indices.begin; index < run.indices.end;) {
@@ -339,8 +339,7 @@ class PageTable {
   };
   Count& of(Why why) VT_LOCKED { return counts_[static_cast<std::size_t>(why)]; }
   const Count& of(Why why) const VT_LOCKED { return counts_[static_cast<std::size_t>(why)]; }
-  // Replaces each index of `indices` that is present by change(index), which is called once for
-  // neighbours that are alike.
+  // Replaces each present index of `indices` by change(index), called once for equal neighbours.
   template <typename Change>
   void change_indices(Interval indices, Change change) noexcept VT_LOCKED {
     each_alike(indices_, indices, [&](std::size_t i, std::span<Index> some) VT_LOCKED {
@@ -348,8 +347,8 @@ class PageTable {
       return true;
     });
   }
-  // Calls visit(i, some) in order until it returns false: `some` are all present neighbours from i
-  // on that are alike.
+  // Calls visit(i, some) in order until it returns false: `some` are equal neighbours from i on,
+  // all present.
   template <typename Words, typename Visit>
   static void each_alike(Words& words, Interval indices, Visit visit) VT_LOCKED {
     for (std::size_t i = words.next(indices.begin); i < indices.end; i = words.next(i)) {
@@ -363,10 +362,10 @@ class PageTable {
       }
     }
   }
-  // How many at the beginning are alike.
+  // How many from the first on are equal.
   static std::size_t count_alike(std::span<const Index> some) {
     if (some.size() == 1) return 1;
-    // Compares words, not copied objects: compilers vectorize it.
+    // Compares words and not Index objects, so that compilers vectorize the loop.
     const std::uint32_t first = some.front().word_;
     std::uint32_t differ = 0;
     for (const Index& index : some) differ |= index.word_ ^ first;
@@ -375,19 +374,20 @@ class PageTable {
     while (some[n].word_ == first) ++n;
     return n;
   }
-  // Mapped pages always have a reason. Where nothing is mapped, only these two are possible.
+  // `index`, corrected: mapped pages have a reason, and unmapped ones are needed, prefetched or
+  // nothing.
   static Index possible(Index index) {
     const Why why = index.why();
     if (index.mapped() == 0) return why == Why::needed || why == Why::prefetched ? index : Index();
     return why == Why::nothing ? Index(index.mapped(), Why::unneeded) : index;
   }
-  // `some` from index i on, which are alike, become `to`, as far as that is possible.
+  // Sets `some`, equal indices from i on, to `to`, as corrected by possible().
   void change_to(std::size_t i, std::span<Index> some, Index to) noexcept VT_LOCKED {
     to = possible(to);
     if (to != some.front()) replace(i, some, to);
   }
   void replace(std::size_t i, std::span<Index> some, Index to) noexcept VT_LOCKED;
-  // Entries at `indices` were mapped (by 1) or unmapped (by kLess).
+  // One entry at each of `indices` was mapped (`by` 1) or unmapped (kLess).
   void add_mapped(Interval indices, std::size_t by) noexcept VT_LOCKED;
 
   const std::size_t rows_;

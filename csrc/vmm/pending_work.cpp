@@ -8,7 +8,7 @@
 namespace vtensor {
 
 bool all_passed(Driver& driver, std::vector<FencePtr>& fences) {
-  // Not erase_if: if the driver refuses to answer, no fence may be lost.
+  // Not erase_if: if the driver refuses to answer, it would lose fences.
   const auto passed = std::partition(fences.begin(), fences.end(), [&driver](const FencePtr& one) {
     return !driver.passed(*one);
   });
@@ -26,7 +26,7 @@ void PendingWork::forget_passed() {
   try {
     all_passed(driver_, after_);
   } catch (const Error&) {
-    // The fences are asked again.
+    // A later call asks the driver again.
   }
 }
 
@@ -37,7 +37,7 @@ void PendingWork::note(const Caller& caller) {
       if (FencePtr fence = driver_.fence(caller.stream)) after_.push_back(std::move(fence));
       return;
     } catch (const Error&) {
-      // The stream is being captured, or the driver refuses: made when it is needed.
+      // The stream is captured, or the driver refuses: the fence is made when it is needed.
     }
   }
   note(caller.stream);

@@ -1,5 +1,4 @@
-// The work that may still use some pages: the streams in which it was launched, and fences after
-// it.
+// The work that may still use some pages: its streams, and fences after it.
 #pragma once
 
 #include <vector>
@@ -9,33 +8,33 @@
 
 namespace vtensor {
 
-// Whether all fences have passed; forgets the ones that have. Throws what the driver does; no fence
-// is lost then.
+// Whether all fences have passed; forgets those that have. Throws what the driver does, and loses
+// no fence then.
 bool all_passed(Driver& driver, std::vector<FencePtr>& fences);
 
 class PendingWork {
  public:
   explicit PendingWork(Driver& driver) : driver_(driver) {}
 
-  // Whether what is launched there may still run when the launch returns.
+  // Whether work launched in `stream` may still run when the launch returns.
   static bool runs_behind(Driver& driver, Stream stream) {
     return driver.traits().asynchronous || stream == driver.copy_stream();
   }
-  // Work in `stream` uses the pages. Requires: the stream lasts as long as they do.
+  // Work in `stream` uses the pages. Requires: the stream lives as long as the pages are used.
   void note(Stream stream);
-  // Work in the caller's stream does. The fence of a stream that the caller named is made now: when
-  // it is needed the stream may be gone, or its number may stand for another.
+  // Work in the caller's stream uses the pages. For a stream that the caller named, a fence is made
+  // now: later the stream may be gone, or its number stand for another.
   void note(const Caller& caller);
-  // Work in the streams that `other` has noted, also in the future, uses the pages.
+  // Present and future work in the streams noted by `other` uses the pages.
   void note_streams_of(const PendingWork& other) {
     for (const Stream stream : other.streams_) note(stream);
   }
-  // Work will be launched in the caller's stream, until the lease ends. `after` is a fence after it
-  // if the caller named the stream; null if the work was captured into a graph. Requires: the
-  // device is asynchronous.
+  // begin_lease: work will be launched in the caller's stream until end_lease, whose `after` is a
+  // fence after the work if the caller named the stream; null if the work was captured into a
+  // graph. Requires: the device is asynchronous.
   void begin_lease(const Caller& caller);
   void end_lease(const Caller& caller, FencePtr after);
-  // Adds other work, and fences.
+  // Adds the work of `other`, and the fences `after`.
   void add(const PendingWork& other, const std::vector<FencePtr>& after);
   // Fences after all work launched so far.
   std::vector<FencePtr> fences() const;

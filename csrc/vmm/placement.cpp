@@ -56,7 +56,7 @@ void Placement::pick(RowHome& home, const Page* previous, std::size_t n, std::si
         take_spare(out.back());
       } else {
         out.push_back(blank());
-        out.back()->resident = false;  // unless the driver refuses
+        out.back()->resident = false;  // until create() has succeeded
         out.back()->handle = driver_.create(1);
         out.back()->resident = true;
       }
@@ -88,9 +88,8 @@ void Placement::pick(RowHome& home, const Page* previous, std::size_t n, std::si
   }
 }
 
-// Adds up to `n` neighbouring pages. Prefers memory that is there to memory that must be made; then
-// the neighbour of `previous`, so that the kernel merges the two. Requires: a page of the run is
-// free.
+// Adds up to `n` neighbouring pages. Prefers pages with memory to pages without; then the neighbour
+// of `previous`, so that the kernel merges their mappings. Requires: a page of the run is free.
 void Placement::pick_from(HandleRun& run, const Page* previous, std::size_t n,
                           std::vector<Page*>& out) {
   const bool resident = run.spare != 0;
@@ -148,7 +147,7 @@ bool Placement::is_free(const HandleRun& run, std::size_t index, bool resident) 
   return page->references == 0 && page->resident == resident;
 }
 
-// Throws Error if there is none, which the run's counts deny.
+// The first free page, resident or not. Throws Error if there is none, against the run's counts.
 std::size_t Placement::first_free(HandleRun& run, bool resident) const {
   std::size_t& from = resident ? run.spare_from : run.empty_from;
   while (from < run.length && !is_free(run, from, resident)) {
@@ -176,7 +175,7 @@ void Placement::close(HandleRun& run) noexcept {
   if (is_idle(run)) begin_idle(run);
 }
 
-// An idle run joins the idle runs beside it.
+// The run is idle: it joins adjacent idle runs.
 void Placement::begin_idle(HandleRun& run) noexcept {
   const auto joins = [](Runs::iterator one, Runs::iterator next) {
     return is_idle(one->second) && is_idle(next->second) &&
@@ -214,7 +213,7 @@ HandleRun& Placement::add_run(Handle first, std::size_t length) {
   return runs_.emplace(first, std::move(run)).first->second;
 }
 
-// The pages of an open run from `index` on, as a run of their own. Requires: none is in use.
+// Cuts an open run: the pages from `index` on become a run of their own. Requires: none is in use.
 HandleRun& Placement::split(HandleRun& run, std::size_t index) {
   HandleRun& rest = add_run(run.first + index, run.length - index);
   rest.spare = run.spare;
@@ -225,8 +224,8 @@ HandleRun& Placement::split(HandleRun& run, std::size_t index) {
   return rest;
 }
 
-// An idle run of `least` pages or more with the most kept memory, if a few looks find it; or else
-// the shortest without any that has `pages`. Null if there is neither.
+// The idle run with most spare pages that has at least `least` pages, if a few looks find one; else
+// the shortest idle run without spare pages that has `pages`; else null.
 HandleRun* Placement::best_idle(std::size_t pages, std::size_t least) {
   std::size_t looks = kMostLooks;
   for (auto most = idle_.rbegin(); most != idle_.rend() && looks != 0; ++most, --looks) {
@@ -239,8 +238,8 @@ HandleRun* Placement::best_idle(std::size_t pages, std::size_t least) {
   return any ? &runs_.at(std::get<2>(*found)) : nullptr;
 }
 
-// Opens up to `pages` pages of the best idle run, from its first spare one on if there is one.
-// Makes new handles only if no run that is idle will do.
+// Opens up to `pages` pages of the best idle run, from its first spare page on if it has one. Makes
+// new handles only if no idle run will do.
 HandleRun* Placement::open_run(std::size_t pages, std::size_t least) {
   HandleRun* run = best_idle(pages, least);
   if (run == nullptr) {

@@ -1,6 +1,6 @@
-// Which pages are free, and which of them a row gets next. On the host, neighbouring handles at
-// neighbouring pages merge into one kernel mapping, so each row grows through a run of handles of
-// its own. On CUDA handles are made one by one and have no order.
+// The free pages, and which of them a row gets next. On the host, neighbouring handles at
+// neighbouring pages merge into one kernel mapping, so each row grows through handle runs of its
+// own. On CUDA handles are made one by one and have no order.
 #pragma once
 
 #include <cstddef>
@@ -16,28 +16,29 @@
 
 namespace vtensor {
 
-// Idle runs by their spare pages, their lengths and their first handles.
+// Idle runs, by (spare pages, length, first handle).
 using IdleRuns = std::set<std::tuple<std::size_t, std::size_t, Handle>>;
 
-// Adjacent handles [first, first + length). Some row grows through it, or pages of it are in use,
-// or it is idle. A page is free while it has no reference, and spare if it is resident too.
+// Adjacent handles [first, first + length). A run is open if a row grows through it, and idle if it
+// is neither open nor has pages in use. A page is free while it has no reference; a free page is
+// spare if it is resident.
 struct HandleRun {
   Handle first = 0;
   std::size_t length = 0;
   std::size_t used = 0;        // pages that have references
   std::size_t spare = 0;       // spare pages
   std::size_t spare_from = 0;  // no spare page lies below this index
-  std::size_t empty_from = 0;  // no other free page lies below this index
+  std::size_t empty_from = 0;  // no free page without memory lies below this index
   bool open = false;           // a row grows through it
-  // The run's node of the list of idle runs, kept while it is not in it: becoming idle allocates
+  // The run's node for Placement::idle_, kept while the run is not idle: becoming idle allocates
   // nothing.
   IdleRuns::node_type idle = {};
 };
 
-// The runs that one row grows through: the second and later ones while other tensors still have
-// pages of the first. None if handles are made one by one.
+// The runs through which one row grows: more than one while other tensors have pages of the first.
+// None if handles are made one by one.
 struct RowHome {
-  std::size_t pages = 0;  // that the row may have
+  std::size_t pages = 0;  // the most that the row may have
   std::vector<HandleRun*> runs = {};
 };
 
@@ -46,21 +47,21 @@ class Placement {
   explicit Placement(Driver& driver) : driver_(driver) {}
   Placement& operator=(Placement&&) = delete;
 
-  // No pages of the row are taken any more.
+  // The row takes no more pages.
   void close(RowHome& home) noexcept;
-  // Adds to `out` `n` free pages, to be mapped after `previous` (null at a row's start), each with
-  // one reference. Those that are not resident have no memory yet. When `fresh` of them have none,
-  // takes spare pages of any run. May call Driver::create; if that throws, or there is no memory,
-  // `out` has what was added so far. Requires: `out` has room for them.
+  // Adds `n` free pages to `out`, each with one reference, to be mapped after `previous` (null at a
+  // row's start). Pages that are not resident have no memory yet; after `fresh` such pages, takes
+  // spare pages of any run. May call Driver::create; if that throws, or there is no memory, `out`
+  // has what was added so far. Requires: `out` has room for them.
   void pick(RowHome& home, const Page* previous, std::size_t n, std::size_t fresh,
             std::vector<Page*>& out);
-  // A page for a handle that the driver makes by itself, with a reference.
+  // A page with a reference, for a handle that the driver makes by itself.
   Page* blank();
   // Free pages whose memory is kept.
   const PageList& spare() const { return spare_; }
   // Gives a spare page a reference.
   void take_spare(Page* page) noexcept;
-  // The page has no reference any more. It is spare if it is resident.
+  // The page has lost its last reference. It is spare if it is resident.
   void put_back(Page* page) noexcept;
 
  private:
@@ -86,12 +87,12 @@ class Placement {
 
   Driver& driver_;
   PageList spare_;
-  SparseArray<Page*, 32> pages_;  // by handle, of adjacent handles
+  SparseArray<Page*, 32> pages_;  // by handle, if handles are adjacent
   Runs runs_;                     // by their first handles
   IdleRuns idle_;
   std::vector<std::unique_ptr<Page[]>> records_;
-  std::size_t records_used_ = kRecordsAtOnce;  // of the last array
-  std::vector<Page*> unused_records_;          // with room for all records
+  std::size_t records_used_ = kRecordsAtOnce;  // in the last array
+  std::vector<Page*> unused_records_;          // has capacity for all records
 };
 
 }  // namespace vtensor

@@ -3,12 +3,12 @@
 //
 // Clang's thread safety analysis, in `make check`, checks these marks:
 //
-//   VT_LOCKED    of a function: its callers hold the lock. A function that takes a PoolLock may let
-//                the lock go and take it again.
-//   VT_GUARDED   of data: it is read and written with the lock held.
+//   VT_LOCKED    of a function: its callers hold the lock. A function with a PoolLock argument may
+//                release the lock and take it again.
+//   VT_GUARDED   of data: read and written with the lock held.
 //
-// To the analysis all pools have one lock: what belongs to a pool reaches its lock on many paths,
-// and no operation has two pools.
+// The analysis sees one lock for all pools: it cannot follow the many paths to a pool's lock, and
+// no operation has two pools.
 #pragma once
 
 #include <chrono>
@@ -27,7 +27,7 @@
 #define VT_GUARDED VT_THREAD_SAFETY(guarded_by(::vtensor::pool_lock))
 #define VT_TAKES_LOCK VT_THREAD_SAFETY(acquire_capability(::vtensor::pool_lock))
 #define VT_LETS_LOCK_GO VT_THREAD_SAFETY(release_capability(::vtensor::pool_lock))
-// For a destructor, which does the reverse of its constructor.
+// For the destructor of a scope.
 #define VT_END_OF_SCOPE VT_THREAD_SAFETY(release_capability())
 
 namespace vtensor {
@@ -41,18 +41,18 @@ class PoolMutex {
 
   // Wakes threads that wait for a change of what the lock guards.
   void changed() { changed_.notify_all(); }
-  // Operations that make driver calls without the lock.
+  // How many operations make driver calls without the lock.
   std::size_t in_flight() const VT_LOCKED { return in_flight_; }
 
  protected:
   ~PoolMutex() = default;
 
-  // Once the lock is taken: what threads without it have ended takes effect.
+  // Called when the lock was taken: carries out what threads without the lock have ended.
   virtual void drain_ended() noexcept VT_LOCKED = 0;
-  // Before the lock is let go: does what other threads have left to its holder. True if
+  // Called before the lock is released: does what other threads left to its holder. True if
   // `after_unlock` is to be called.
   virtual bool tidy() noexcept VT_LOCKED = 0;
-  // After it was let go: whether other threads have left something since.
+  // Called when the lock was released: whether other threads have left something since.
   virtual bool left_over() noexcept = 0;
   virtual void after_unlock() noexcept = 0;
   // For the analysis, if `mutex_` was not locked by a PoolLock.
@@ -75,7 +75,7 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
                                                                      lock_(pool_->mutex_) {
     pool_->drain_ended();
   }
-  // To the analysis the lock is held: to be followed by `if (!lock) return`.
+  // The analysis takes the lock for held: follow with `if (!lock) return`.
   PoolLock(std::shared_ptr<PoolMutex> pool, std::try_to_lock_t how) VT_TAKES_LOCK
       : pool_(std::move(pool)),
         lock_(pool_->mutex_, how) {}
@@ -83,7 +83,7 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
   PoolLock& operator=(PoolLock&&) = delete;
   explicit operator bool() const { return lock_.owns_lock(); }
 
-  // Lets it go until `change` is notified, or `until`; does not tidy.
+  // Releases the lock until `change` is notified, or until `until`; does not tidy.
   void wait(std::condition_variable& change, std::chrono::steady_clock::time_point until)
       VT_LOCKED {
     change.wait_until(lock_, until);
@@ -97,9 +97,9 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
   std::unique_lock<std::mutex> lock_;
 };
 
-// Lets the lock go for its lifetime, for driver calls, which may take as long as the device is
-// busy. Operations that need all driver calls to have ended, as Pool.trim() does, wait for its end.
-// What the calls change is claimed before.
+// Releases the lock for a scope, for driver calls, which may take as long as the device is busy.
+// Claim first what the calls change. Operations that need all driver calls to have ended, such as
+// Pool.trim(), wait for the end of the scope.
 class VT_THREAD_SAFETY(scoped_lockable) Unlocked {
  public:
   explicit Unlocked(PoolLock& lock) VT_LETS_LOCK_GO : lock_(lock) {

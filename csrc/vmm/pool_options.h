@@ -1,4 +1,4 @@
-// What a pool is made with.
+// The options of a pool.
 #pragma once
 
 #include <chrono>
@@ -11,8 +11,8 @@ namespace vtensor {
 
 enum class ZeroPolicy : std::uint8_t {
   never,
-  new_owner,  // a page shows zeros to a client that was not the last to have it
-  always,     // whenever it is taken
+  new_owner,  // when its owner is not the last one that had it
+  always,     // whenever a page is taken
 };
 
 inline constexpr std::size_t kCacheByBudget = std::numeric_limits<std::size_t>::max();
@@ -20,16 +20,16 @@ inline constexpr std::size_t kCacheByBudget = std::numeric_limits<std::size_t>::
 // Sizes in bytes.
 struct PoolOptions {
   std::size_t budget = 0;  // 0: a part of the memory that is free
-  // The name of the budget that all its pools share; empty: the budget is the pool's own.
+  // The name of a budget that pools share; empty: the budget is the pool's own.
   std::string shared_budget{};
   ZeroPolicy zero = ZeroPolicy::new_owner;
-  // What a tensor may have mapped ahead of need. 0: the mapper only does explicit prepare() calls,
-  // and unmaps what has to wait for a fence.
+  // The most that a tensor has mapped ahead of need. 0: the mapper only serves prepare() calls, and
+  // unmaps pages that wait for a fence.
   std::size_t prefetch = 0;
-  // What freed tensors may leave mapped for the next of the same shape. kCacheByBudget: a quarter
+  // The most that freed tensors leave mapped for tensors of their shape. kCacheByBudget: a quarter
   // of the budget.
   std::size_t cache = 0;
-  std::size_t spare = std::numeric_limits<std::size_t>::max();  // free pages that keep their memory
+  std::size_t spare = std::numeric_limits<std::size_t>::max();  // of free pages
   std::size_t device_reserve = 0;  // of the device's memory, left to its other users
   std::chrono::nanoseconds patience = std::chrono::seconds(60);  // the bound of every wait (I12)
 };

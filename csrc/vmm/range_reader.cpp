@@ -24,7 +24,7 @@ namespace {
 constexpr char kOperation[] = "reader";
 constexpr char kRemedy[] =
     "mount /proc, and raise the limits on descriptors (ulimit -n) and mappings";
-// A change is a few stores, unless its writer is stopped.
+// The writer makes a change by a few stores, unless it is stopped.
 constexpr std::chrono::seconds kPatience{1};
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 47;
 
@@ -64,7 +64,7 @@ RangeReader::RangeReader(const Descriptor& file, const shared::Facts& facts, Wri
     : memory_(memory) {
   const shared::Sizes sizes{.words = facts.words, .pages = facts.pages};
   CallMeter& meter = memory_.driver().meter();
-  // Locks are of an open file, and the one that was received may be another reader's too.
+  // Locks belong to an open file, and the received one may be another reader's too.
   make_call(meter, kOperation, Call::open, EMFILE, "opening the memfd of a shared range anew",
             kRemedy, [&] { return file_.open(text("/proc/self/fd/", file.get()), O_RDWR); });
   make_call(meter, kOperation, Call::mmap, ENOMEM, "mapping that memfd", kRemedy,
@@ -85,7 +85,7 @@ void RangeReader::take_place() {
     if (error != 0)
       throw refused(kOperation, Call::fcntl, error, "locking a reader's place",
                     "use a system with locks of open file descriptions");
-    // Before the table is read: the writer keeps every page from here on.
+    // Before the table is read: from here on the writer keeps every page.
     parts_.place(place_).held.store(0, std::memory_order_seq_cst);
     return;
   }
@@ -114,7 +114,7 @@ void RangeReader::require_open(bool look) {
   looked_at_ = now;
 }
 
-// Calls `read` until it has seen one moment, which it says.
+// Calls `read` until it returns true: it has seen one moment.
 template <typename Read>
 void RangeReader::read_whole(Read read) {
   const auto until = steady_clock::now() + kPatience;
@@ -130,8 +130,8 @@ void RangeReader::read_whole(Read read) {
   }
 }
 
-// Copies the table of one version, which the writer has published. Each try copies what has changed
-// since the last one: the writer may be faster than a copy of all.
+// Copies the table as of one published version. Each try copies only blocks changed since the last
+// try, because the writer may be faster than a copy of the whole table.
 void RangeReader::copy_table(Table& table) {
   if (table_version() == table.version) return;
   read_whole([&] {
@@ -164,7 +164,7 @@ void RangeReader::compare(Table& table) const {
   }
 }
 
-// The mappings of a run have just changed.
+// The driver has changed the mappings of a run.
 void RangeReader::enter(const Run& run) noexcept {
   std::size_t n = run.first;
   for (const Entry entry : run.entries) {
@@ -183,7 +183,7 @@ std::vector<Handle> RangeReader::ours(const Run& run) const {
 }
 
 void RangeReader::map_fresh(const Table& table) {
-  std::vector<std::vector<Handle>> handles;  // which the runs refer to
+  std::vector<std::vector<Handle>> handles;  // `runs` refers to them
   std::vector<PageRun> runs;
   for (const Run& run : table.fresh) {
     entries_.reserve(run.first, run.first + run.entries.size());
@@ -195,7 +195,7 @@ void RangeReader::map_fresh(const Table& table) {
     memory_.driver().map(runs, memory_.access(), mapped);
   } catch (...) {
     try {
-      for (const PageRun& run : runs) {  // perhaps they are without access
+      for (const PageRun& run : runs) {  // mapped, perhaps without access
         const std::size_t n = std::min(mapped, run.handles.size());
         if (n != 0) memory_.driver().unmap(run.at, n);
         mapped -= n;
@@ -229,7 +229,7 @@ void RangeReader::unmap_gone(const Table& table) {
     enter(run);
   }
   seen_table_ = table.version;
-  // The pages of older versions are mapped here no longer.
+  // From here on no page of an older version is mapped here.
   parts_.place(place_).held.store(table.version, std::memory_order_seq_cst);
 }
 
@@ -284,7 +284,7 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
     for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->copy_table(tables[i]);
     return first.words_version() == version;
   });
-  // The places do not hold these versions yet, so the writer keeps each page that they name.
+  // The places still hold older versions, so the writer keeps every page of these tables.
   memory_->await_writer();
   WriterMemory::Fetched fetched(*memory_);
   std::vector<Handle> handles;
@@ -301,7 +301,7 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
   for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->map_fresh(tables[i]);
   if (replaces) memory_->await_own_work();
   for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->replace_other(tables[i]);
-  // From here on a refusal leaves pages too many, and none too few.
+  // From here on a refusal leaves too many pages mapped, and none too few.
   first.words_ = std::move(words);
   first.seen_words_ = version;
   for (std::size_t i = 0; i < tables.size(); ++i) ranges_[i]->unmap_gone(tables[i]);
@@ -309,13 +309,13 @@ bool RangeReaders::sync(const Caller& caller, bool stale) {
 }
 
 RangeReaders::~RangeReaders() {
-  // The end of the host's driver unmaps all, and cannot be refused.
+  // On the host the end of the driver unmaps all pages, and cannot be refused.
   if (!memory_->driver().traits().asynchronous) return;
   try {
     memory_->await_own_work();
     for (const auto& range : ranges_) range->end();
   } catch (...) {
-    // Left over, with their places, so that the writer keeps pages that kernels may still read.
+    // The ranges and their places stay, so that the writer keeps pages that kernels may still read.
     for (auto& range : ranges_) {
       [[maybe_unused]] const RangeReader* const left = range.release();
     }

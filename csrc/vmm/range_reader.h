@@ -1,5 +1,5 @@
-// The ranges of one object of another process (vmm/shared_range.h), at addresses at which this
-// process reads their pages. What they show changes in `sync` alone.
+// The ranges of one object of another process (vmm/shared_range.h), at addresses where this process
+// reads the pages. Their mappings change in `sync` only.
 #pragma once
 
 #include <array>
@@ -26,7 +26,7 @@ class RangeReader {
  public:
   Address base() const { return base_; }
   std::size_t pages() const { return parts_.sizes.pages; }
-  // As last synced.
+  // The owner's words, as of the last sync.
   std::span<const std::uint64_t> words() const { return words_; }
   std::size_t mapped() const { return mapped_; }  // pages
   // The writer's handle of the n-th page; -1 if there is none.
@@ -37,21 +37,21 @@ class RangeReader {
 
   // A page: 1 + the writer's handle; 0 if none is mapped.
   using Entry = std::uint64_t;
-  static constexpr std::chrono::milliseconds kLook{50};
+  static constexpr std::chrono::milliseconds kLook{50};  // between looks whether the writer lives
   // Neighbouring pages, and their new entries.
   struct Run {
     std::size_t first;
     std::vector<Entry> entries;
   };
-  // What has changed in the writer's table.
+  // Changes of the writer's table.
   struct Table {
     std::uint64_t version = 0;
-    std::map<std::size_t, std::array<Entry, shared::kBlock>> blocks;  // the entries of each
-    // What changes here: pages where there are none, other pages, no pages.
+    std::map<std::size_t, std::array<Entry, shared::kBlock>> blocks;  // changed blocks, by number
+    // Runs that change here: mapped where nothing is, replaced, unmapped.
     std::vector<Run> fresh = {}, other = {}, gone = {};
   };
 
-  // What the file begins with. Throws InvalidArgument if it is no shared range with `words` words.
+  // The facts in `file`. Throws InvalidArgument if it is no shared range with `words` words.
   static shared::Facts checked(const Descriptor& file, std::size_t words);
   // Throws Error if there are too many readers, DriverError.
   RangeReader(const Descriptor& file, const shared::Facts& facts, WriterMemory& memory);
@@ -68,11 +68,11 @@ class RangeReader {
   void compare(Table& table) const;
   void enter(const Run& run) noexcept;
   std::vector<Handle> ours(const Run& run) const;
-  // Steps towards a table; with the last one it is held.
+  // The steps of taking over a table. The last one tells the writer.
   void map_fresh(const Table& table);
   void replace_other(const Table& table);
   void unmap_gone(const Table& table);
-  // Unmaps all and frees the addresses.
+  // Unmaps all pages, and frees the addresses.
   void end();
   Address at(std::size_t n) const { return base_ + n * memory_.driver().traits().page_size; }
   template <typename Read>
@@ -93,30 +93,30 @@ class RangeReader {
 
 class RangeReaders {
  public:
-  // `files` and `memory` are what SharedRange::open_for_reader and PagePool::open_for_readers
-  // returned in the other process. `words`: how many the owner keeps, in the first range. Throws
-  // InvalidArgument if they are no such files or do not belong together, Error if there are too
-  // many readers, DriverError. Nothing is mapped before all is checked.
+  // `files` come from SharedRange::open_for_reader in the writer's process, `memory` from
+  // PagePool::open_for_readers. `words`: number of the owner's words, in the first range. Throws
+  // InvalidArgument if the files are others or do not belong together, Error if there are too many
+  // readers, DriverError. Checks everything before it maps.
   RangeReaders(std::span<const Descriptor> files, Descriptor memory, std::size_t words,
                const CudaOptions& cuda);
 
-  // Waits for the caller's kernels first. What they may still read is left over if that fails.
+  // Waits for the caller's kernels first. If the wait fails, the pages are left over.
   ~RangeReaders();
   RangeReaders& operator=(RangeReaders&&) = delete;
 
-  // Whether a sync would find anything new.
+  // Whether the writer has changed anything since the last sync.
   bool stale() const;
-  // Shows what the first range's words and all tables say, each of one moment, if `stale`, which is
-  // what stale() answered; returns it. If not, it makes no system call but for one look each kLook
-  // at whether the writer lives. On a device it waits for the work that the writer has launched,
-  // and for the caller's before pages go. Not two threads at a time. Throws Closed if the owner has
-  // left or its process has ended, Asleep, TimedOut, DriverError, and Error if the writer hands no
-  // pages over: the words are as before then, or, if pages could not be unmapped, as they will be.
-  // After a refusal that cannot be undone it throws that each time.
+  // If `stale`, the answer of stale(), takes over the first range's words and all tables, each as
+  // of one moment. If not, makes no system call, but for a look each kLook whether the writer
+  // lives. Returns `stale`. On a device it waits for the work that the writer has launched, and
+  // before it unmaps pages for the caller's work. One thread at a time. Throws Closed if the owner
+  // has left or its process has ended, Asleep, TimedOut, DriverError, and Error if the writer sends
+  // no pages: then the words are the old ones, or the new ones if only unmapping was refused. After
+  // a refusal that cannot be undone, every sync throws it.
   bool sync(const Caller& caller, bool stale);
 
-  // Whether they are of a process that this one was forked from: then they have neither memory nor
-  // a place any more, and must not be used or destroyed.
+  // Whether the ranges belong to a process that this process was forked from: then they have
+  // neither memory nor a place, and must not be used or destroyed.
   bool left_behind() const { return fork_depth.load(std::memory_order_relaxed) != fork_depth_; }
 
   std::size_t size() const { return ranges_.size(); }
@@ -126,7 +126,7 @@ class RangeReaders {
  private:
   const std::uint32_t fork_depth_ = fork_depth.load(std::memory_order_relaxed);  // when made
   std::vector<std::unique_ptr<RangeReader>> ranges_;
-  // Ends first: its driver unmaps all before the writer may reuse it.
+  // Destroyed first: its driver unmaps all pages before the places end and the writer reuses them.
   std::unique_ptr<WriterMemory> memory_;
 };
 

@@ -168,7 +168,8 @@ void Reservation::enter(const Arrival& arrival) {
       const bool dirty = page->dirty;
       pages_.drop(page);
       if (shared_) shared_->forgo(1);
-      // What was taken was not written to. What was given others may have written to, and let go.
+      // Taken pages were not written to. Given pages may have been, by others that have dropped
+      // them since.
       if (arrival.given.empty()) page->dirty = dirty;
       set(run.row, index, {});
     }
@@ -186,7 +187,7 @@ bool Reservation::await_work(Stream stream) const noexcept {
 Reservation::Departure Reservation::departing(std::span<const Interval> within) const {
   Departure departure;
   std::vector<Run> asleep;
-  // By state, so that each run has one; negative if asleep.
+  // Runs of one state each; negative for sleeping pages.
   const auto kind = [](Entry entry) {
     const int state = 1 + static_cast<int>(entry.state());
     if (is_leaving(entry)) return state;
@@ -213,7 +214,7 @@ void Reservation::carry_out(Departure& departure,
       std::size_t end = departure.done;
       const Address at = address(departure.runs[end]);
       std::size_t pages = 0;
-      do {  // rows may touch
+      do {  // adjacent runs, also of adjacent rows, in one call
         pages += departure.runs[end++].indices.size();
       } while (end < departure.awake && address(departure.runs[end]) == at + pages * page_size_);
       const trace::Span span(trace::What::unmap, at, pages * page_size_, base_);

@@ -1,8 +1,8 @@
-// A range of addresses, divided into rows of pages, and its page table. Maps and unmaps any pages
-// of it, in any order; its owner decides which, and when.
+// A range of addresses, divided into rows of pages, and its page table. Maps and unmaps any of its
+// pages in any order; the client that has it decides which, and when.
 //
 // Each change has three steps: it is claimed with the pool's lock, carried out by the driver
-// without it, and entered with it again. The owner keeps other threads off these pages in between.
+// without the lock, and entered with the lock again. The client keeps other threads off the pages.
 #pragma once
 
 #include <chrono>
@@ -30,8 +30,8 @@ struct RowShape {
   std::size_t item_bytes = 0;  // of one position in one row
   std::size_t capacity = 0;    // positions
   std::size_t phase = 0;       // bytes before position 0 in a row's first page
-  bool zeroed = false;         // pages are zeroed even if they come back to this buffer
-  std::size_t row_stride = 0;  // pages from one row to the next; 0: they lie side by side
+  bool zeroed = false;         // zeroes pages even if they return to their last owner
+  std::size_t row_stride = 0;  // pages from one row to the next; 0: rows are adjacent
 
   friend auto operator<=>(const RowShape&, const RowShape&) = default;
 };
@@ -46,24 +46,24 @@ class Reservation : public PageTable {
   // Pages being mapped at empty entries.
   struct Arrival {
     std::vector<Run> runs;
-    // Pages that have owners already, run after run: not taken from the store, not zeroed. `claim`
-    // alone reads the pages; later steps ask whether there are any.
+    // Pages that others have already, run after run: not taken from the store, and not zeroed. Only
+    // `claim` reads the pages; later steps only ask whether there are any.
     std::span<Page* const> given;
     EntryState state = EntryState::writable;  // of the entries, once mapped
-    bool ahead = false;  // mapped by the mapper, which zeroes in the side stream
+    bool ahead = false;                       // made by the mapper, which zeroes in the side stream
 
     Reservation* range = nullptr;  // from `claim` on
     std::vector<Page*> taken;      // from the store, run after run
     std::vector<Handle> handles;   // of all pages, run after run
     std::exception_ptr error;
-    std::size_t mapped = 0;  // with an error: the first so many pages were mapped, and leave
-    FencePtr zeroed;         // if `ahead`: after zeroing that may still run
+    std::size_t mapped = 0;  // with an error: the first pages, which were mapped, and leave
+    FencePtr zeroed;         // if `ahead`: a fence after zeroing that may still run
   };
 
   // Pages being unmapped.
   struct Departure {
-    std::vector<Run> runs;  // each of one state; runs of pages that sleep come last
-    std::size_t awake = 0;  // runs of pages that do not sleep
+    std::vector<Run> runs;  // each of one state; runs of sleeping pages come last
+    std::size_t awake = 0;  // runs of pages that do not sleep, the first ones
 
     std::size_t done = 0;  // runs unmapped before the first refusal
     std::exception_ptr error;
@@ -89,70 +89,70 @@ class Reservation : public PageTable {
   }
   // Pages that `owner` had last are clean; pages of another owner are zeroed first (I7).
   void set_owner(std::uint64_t owner) VT_LOCKED { owner_ = owner; }
-  // Its rows take spare pages of any run of handles; see PageStore::take.
+  // The rows take spare pages of any run of handles; see PageStore::take.
   void stitch() VT_LOCKED { stitched_ = true; }
   bool clean(const Page& page) const VT_LOCKED { return !page.dirty || page.last_owner == owner_; }
 
   // -- mapping
 
-  // An arrival of pages of others, [row][index], copy-on-write at `indices` of every row.
+  // An arrival of given `pages`, [row][index], copy-on-write at `indices` of every row.
   Arrival shared(Interval indices, std::span<Page* const> pages) const;
-  // The three steps for several ranges in one batch of driver calls. Throws as the driver; the
-  // pages that it had mapped leave then.
+  // All three steps, for several ranges in one batch of driver calls. Throws as the driver; pages
+  // that it had mapped then leave.
   static void map(PoolLock& lock, std::span<Arrival* const> all, Stream stream, bool populate)
       VT_LOCKED;
   void map(PoolLock& lock, Arrival& arrival, Stream stream, bool populate) VT_LOCKED;
 
-  // Takes pages for the runs, or references to the given pages. Throws as the driver; nothing is
-  // claimed then.
+  // Takes pages for the runs, or references to the given pages. Throws as the driver, with nothing
+  // claimed.
   void claim(Arrival& arrival) VT_LOCKED;
-  // Maps the claimed pages, zeroes those with another owner's bytes, and populates them if
+  // Maps the claimed pages, zeroes pages with another owner's bytes, and makes memory present if
   // `populate`. Requires: all arrivals are given and have one state, or none is given.
   static void carry_out(std::span<Arrival* const> all, Stream stream, bool populate) noexcept;
-  // Enters the pages of an arrival in the page table. After an error its mapped pages leave, and
-  // the others go back to the store.
+  // Enters the pages of an arrival in the page table. After an error the mapped pages leave, and
+  // the others return to the store.
   void enter(const Arrival& arrival) VT_LOCKED;
 
   // -- unmapping
 
-  // The departure of all pages that are mapped at these indices.
+  // The departure of all pages mapped at these indices.
   Departure departing(std::span<const Interval> within) const VT_LOCKED;
-  // Unmaps them. Begins no further driver call after `until`.
+  // Unmaps the pages. Begins no further driver call after `until`.
   void carry_out(Departure& departure, std::chrono::steady_clock::time_point until) const noexcept;
   void enter(const Departure& departure) VT_LOCKED;
-  // Nothing is mapped any more, and all work is over.
+  // Requires: nothing is mapped any more, and all work is over.
   void end() noexcept VT_LOCKED;
 
   // -- steps of copy_on_write.h
 
-  // Adds `n` free pages for the row, to be mapped after `previous`.
+  // Adds `n` free pages of the row to `out`, to be mapped after `previous`.
   void take(std::size_t row, const Page* previous, std::size_t n, std::vector<Page*>& out)
       VT_LOCKED;
-  // Keeps a page that a copy may still write to: nothing else gets it before the range ends.
+  // Keeps a page, to which a copy may still write, until the range ends.
   void keep_to_the_end(Page* page) noexcept VT_LOCKED;
-  // `page` has been remapped to a mapped entry, which takes over a reference unless it had the
-  // page.
+  // The driver has remapped a mapped entry to `page`, and the entry takes over a reference to it,
+  // unless it had the page before.
   void replace(std::size_t row, std::size_t index, Page* page, EntryState state) noexcept VT_LOCKED;
   // Waits for all work launched in `stream` so far. False if it does not end in time.
   bool await_work(Stream stream) const noexcept;
 
   // -- readers in other processes
 
-  // Shows them what is mapped, from now on, in `shared`, which has these addresses; null: nothing.
+  // Shows the mapped pages to readers from now on, in `shared`, a range of these addresses, if any.
   void show_in(std::shared_ptr<SharedRange> shared) VT_LOCKED;
-  // Shows them which pages are mapped there, if they may read the range.
+  // Shows the pages of a run to readers, if other processes may read the range.
   void show(const Run& run) VT_LOCKED;
   // Null if no other process may read the range.
   const std::shared_ptr<SharedRange>& shared() const { return shared_; }
-  // Whether a living reader of another process has it.
+  // Whether the range has a living reader in another process.
   bool is_read() const { return shared_ && shared_->is_read(); }
 
   // -- bytes
 
   void zero(Bytes bytes, Stream stream) const;
   void zero(std::span<const Run> runs, Stream stream) const;
-  // Runs of pages in `indices` with another owner's bytes, `most` pages in all; zeroes such runs,
-  // without the lock.
+  // Runs of writable pages in `indices` with another owner's bytes, `most` pages in all. make_clean
+  // zeroes such runs, without the lock.
   std::vector<Run> unclean_in(Interval indices, std::size_t most = SIZE_MAX) const VT_LOCKED;
   void make_clean(PoolLock& lock, std::span<const Run> runs, Stream stream) VT_LOCKED;
 
@@ -166,11 +166,11 @@ class Reservation : public PageTable {
   std::size_t shown_at(std::size_t row, std::size_t index) const {
     return (address(row, index) - shared_->base()) / page_size_;
   }
-  // `page` is mapped there no longer.
+  // `page` is no longer mapped at this entry.
   void let_go(std::size_t row, std::size_t index, Page* page) noexcept VT_LOCKED {
     shared_ ? shared_->went(shown_at(row, index), page) : pages_.drop(page);
   }
-  // Zeroes what the last owners of mapped pages left, and makes their memory present if `populate`.
+  // Zeroes bytes of other owners in mapped pages, and makes memory present if `populate`.
   void ready(Arrival& arrival, Stream stream, bool populate) const;
 
   Driver& driver_;
@@ -178,7 +178,7 @@ class Reservation : public PageTable {
   const std::size_t row_pages_;
   const std::size_t row_stride_;  // pages
   const std::size_t page_size_;
-  const bool zeroed_;  // pages are zeroed even if they come back to this owner
+  const bool zeroed_;  // see RowShape::zeroed
   Address base_ = 0;
   std::uint64_t owner_ = kNoOwner;
   std::vector<RowHome> homes_ VT_GUARDED;

@@ -58,7 +58,7 @@ SharedFile::~SharedFile() {
   const std::lock_guard no_fork(registry_mutex());
   std::erase(registry(), this);
   if (at_ != nullptr) munmap(at_, bytes_);
-  descriptor_ = Descriptor(-1);  // no fork before it is closed
+  descriptor_ = Descriptor(-1);  // with the mutex: no fork between munmap and close
 }
 
 [[maybe_unused]] const int SharedFile::refused =
@@ -117,7 +117,7 @@ int SharedFile::try_lock(CallMeter* meter, off_t byte) const {
 
 void SharedFile::unlock(off_t byte) const noexcept {
   flock lock = lock_of(F_UNLCK, byte, 1);
-  static_cast<void>(fcntl(descriptor(), F_OFD_SETLK, &lock));  // of what we hold: never refused
+  static_cast<void>(fcntl(descriptor(), F_OFD_SETLK, &lock));  // cannot fail for a held lock
 }
 
 bool SharedFile::is_locked(off_t first, off_t bytes) const {

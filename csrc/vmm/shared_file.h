@@ -1,6 +1,6 @@
-// A file of one process or of several: its descriptor, its mapping and locks of its bytes, which
-// are those of open file descriptions (F_OFD_SETLK). A forked child has neither the descriptor nor
-// the mapping, either of which would keep the locks when this process is dead.
+// A file that processes may share: its descriptor, its mapping, and locks of its bytes, which
+// belong to open file descriptions (F_OFD_SETLK). A forked child gets neither the descriptor nor
+// the mapping, because either would keep the locks after this process has died.
 #pragma once
 
 #include <sys/types.h>
@@ -14,7 +14,7 @@
 
 namespace vtensor {
 
-// Which file it is, whatever its descriptor.
+// Identifies a file, whatever its descriptor.
 struct FileId {
   std::uint64_t device = 0, inode = 0;
   friend bool operator==(const FileId&, const FileId&) = default;
@@ -33,9 +33,9 @@ class SharedFile {
   bool open(const std::string& path, int flags);
   // Makes a file without a name, of `bytes` zeros, whose size never changes.
   bool make(const char* name, std::size_t bytes);
-  // Makes one end of a socket of packets; the other one is `other`.
+  // Makes a socket of packets: this object is one end, `other` the other.
   bool make_socket(Descriptor& other);
-  // Owns `descriptor` from now on.
+  // Takes over `descriptor`.
   void take(Descriptor descriptor);
   // Maps the first `bytes`, of which the caller may write the first `writable`.
   bool map(std::size_t bytes, std::size_t writable);
@@ -44,11 +44,11 @@ class SharedFile {
   std::byte* at() const { return at_; }
   std::size_t bytes() const { return bytes_; }  // mapped
 
-  // 0, or what the system refuses it with; EAGAIN if another open file has it. `meter` counts the
-  // call, and may be null.
+  // Tries to lock a byte. Returns 0 or an errno: EAGAIN if another open file has the lock. `meter`
+  // counts the call, and may be null.
   int try_lock(CallMeter* meter, off_t byte) const;
   void unlock(off_t byte) const noexcept;
-  // Whether another open file has one of these locks. True if that cannot be seen.
+  // Whether another open file locks one of `bytes` bytes from `first` on. True if that is unknown.
   bool is_locked(off_t first, off_t bytes) const;
 
  private:

@@ -1,16 +1,16 @@
-// The file by which a process shows a range of its addresses to others: which pages of its memory
-// stand where, and the words (lengths) that its owner keeps. The writer alone changes it, but for
-// each reader's own place.
+// The file by which a process shows a range of its addresses to other processes: which page of its
+// memory stands where, and the words (lengths) of the owner. Only the writer changes it, but for
+// the readers' places.
 //
-//   places   one a reader, which only that reader writes: the version whose pages it may read
+//   places   one a reader, which only the reader writes: the version whose pages it may read
 //   header   sizes and versions
-//   words    numbers of the owner's, as the begin and end of a tensor's positions
-//   table    of each page of the range, 1 + the handle of the page that stands there; 0 if none
-//   blocks   of each block of neighbouring pages, the version with which one of them changed last:
-//            a reader copies these alone
+//   words    the owner's numbers, such as the begin and end of a tensor's positions
+//   table    for each page of the range: 1 + the handle of the page mapped there; 0 if none
+//   blocks   for each block of neighbouring pages: the version of its last change. A reader copies
+//            only the blocks that changed
 //
-// Words and table have a version each, which is odd while they change (a seqlock). A reader that
-// finds the version unchanged after it has copied them has seen one moment.
+// Words and table have a version each, odd during a change (a seqlock). If a reader finds the
+// version unchanged after its copy, the copy is of one moment.
 #pragma once
 
 #include <sys/types.h>
@@ -30,9 +30,9 @@ inline constexpr std::uint32_t kLayout = 3;
 inline constexpr std::size_t kMostReaders = 128;
 inline constexpr std::size_t kBlock = 64;  // pages
 
-// Bytes of the file whose locks say that the writer, or the reader with a place, lives.
+// Bytes of the file whose locks say that the writer, or the reader of a place, lives.
 inline constexpr off_t kWriterLife = 0;
-inline constexpr off_t kReaderLives = 2;  // and on
+inline constexpr off_t kReaderLives = 2;  // the first of one byte a place
 
 using Word = std::atomic<std::uint64_t>;
 static_assert(Word::is_always_lock_free);
@@ -43,24 +43,24 @@ struct alignas(64) Place {
 
 enum class State : std::uint64_t { open, asleep, closed };
 
-// What a range is, for good.
+// The facts of a range, which never change.
 struct Facts {
   std::uint64_t magic;
   std::uint32_t layout;
-  std::uint32_t words;      // their number
+  std::uint32_t words;      // number of words
   std::uint64_t pages;      // of the range
   std::uint64_t page_size;  // bytes
-  FileId memory;            // the file in which the pages lie, or the socket's writer
+  FileId memory;            // the file with the pages; on a device, an id of the pool
   ExportKind exports;       // how a reader gets pages
-  DeviceUuid device;        // on which they are
-  Backed backed;            // holes that kernels need the address of
+  DeviceUuid device;        // that has the pages
+  Backed backed;            // as the writer's range was reserved
 };
 
 struct Header : Facts {
   alignas(64) Word table_version;
   Word words_version;
   Word state;
-  Word end;  // pages from here on never had an entry
+  Word end;  // no page from here on ever had an entry
 };
 
 struct Sizes {

@@ -59,12 +59,12 @@ SharedRange::SharedRange(SharedRanges& all, const char* operation, Address base,
 void SharedRange::change(std::size_t n, std::uint64_t entry) noexcept {
   shared::Header& header = parts_.header();
   if (!changing_) {
-    // Room for it was made with the range.
+    // SharedRanges::add has made room.
     all_.changing_.push_back(this);
     changing_ = true;
     header.table_version.store(version_ + 1, std::memory_order_seq_cst);
   }
-  // Release: no reader sees an entry before the version that is odd.
+  // Release: a reader that sees an entry sees the odd version too.
   parts_.entry(n).store(entry, std::memory_order_release);
   parts_.changed_with(n / shared::kBlock).store(version_ + 2, std::memory_order_release);
   if (header.end.load(std::memory_order_relaxed) <= n)
@@ -79,8 +79,8 @@ void SharedRange::expect(std::size_t pages) {
 
 void SharedRange::came(std::size_t n, const Page* page) noexcept { change(n, page->handle + 1); }
 
-// Once the owner has left, an entry stays in the table of every version to come, and its page while
-// a reader lives: a reader keeps what it has.
+// Once the owner has left, entries stay in the table for good, and their pages while a reader
+// lives: readers keep what they have.
 void SharedRange::went(std::size_t n, Page* page) noexcept {
   --expected_;
   if (parts_.entry(n).load(std::memory_order_relaxed) == 0) return all_.store_.drop(page);
@@ -93,7 +93,7 @@ void SharedRange::went(std::size_t n, Page* page) noexcept {
 
 void SharedRange::publish() noexcept {
   version_ += 2;
-  // Before `collect` looks: a reader that it does not see yet sees this version.
+  // Before `collect` looks for readers: a reader that it does not see yet sees this version.
   parts_.header().table_version.store(version_, std::memory_order_seq_cst);
   changing_ = false;
 }
@@ -104,7 +104,7 @@ void SharedRange::set_words(std::size_t first, std::span<const std::int64_t> val
   shared::Word& version = parts_.header().words_version;
   const std::uint64_t now = version.load(std::memory_order_relaxed);
   version.store(now + 1, std::memory_order_relaxed);
-  // Readers that see a part of the words see the odd version.
+  // A reader that sees some of the new words sees the odd version too.
   std::atomic_thread_fence(std::memory_order_release);
   std::memcpy(words, values.data(), values.size_bytes());
   version.store(now + 2, std::memory_order_release);
@@ -117,7 +117,7 @@ void SharedRange::set_state(State state) noexcept {
 
 template <typename Visit>
 void SharedRange::each_reader(Visit visit) const {
-  if (!is_read()) return;  // most often
+  if (!is_read()) return;  // the common case, in one system call
   for (std::size_t i = 0; i < shared::kMostReaders; ++i) {
     if (file_.is_locked(shared::kReaderLives + static_cast<off_t>(i), 1)) visit(parts_.place(i));
   }
@@ -144,7 +144,7 @@ std::shared_ptr<SharedRange> SharedRanges::add(const char* operation, Address ba
                           "] only memory of a shareable pool can be read by other processes: make "
                           "the pool with Pool(shareable=True), or send copies, x.clone()");
   }
-  collect();  // no page that goes may call it for ranges that are gone
+  collect();  // also erases ranges that are gone, for which nothing may call it later
   std::shared_ptr<SharedRange> range(
       new SharedRange(*this, operation, base, {.words = words, .pages = pages}, backed));
   all_.reserve(all_.size() + 1);
@@ -164,7 +164,7 @@ bool SharedRanges::collect() noexcept {
   for (const std::shared_ptr<SharedRange>& range : all_) {
     std::vector<SharedRange::Kept>& kept = range->kept_;
     if (kept.empty()) continue;
-    std::uint64_t held = std::numeric_limits<std::uint64_t>::max();  // the oldest that is
+    std::uint64_t held = std::numeric_limits<std::uint64_t>::max();  // the oldest version held
     range->each_reader([&held](const shared::Place& place) {
       held = std::min(held, place.held.load(std::memory_order_seq_cst));
     });
@@ -177,7 +177,7 @@ bool SharedRanges::collect() noexcept {
     kept.erase(kept.begin(), end);
     any |= !kept.empty();
   }
-  // Ranges that are gone, and have nothing to keep.
+  // Erases ranges whose reservations are gone, if they keep no page.
   std::erase_if(all_, [](const auto& range) VT_LOCKED {
     return range.use_count() == 1 && range->kept_.empty() && !range->changing_;
   });

@@ -22,7 +22,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr char kOperation[] = "reader";
-// Bounds waits for work on the device, the writer's and the reader's own (I12).
+// The bound of waits for work on the device, of the writer and of the reader (I12).
 constexpr std::chrono::seconds kPatience{60};
 
 std::unique_ptr<Driver> make_driver(Descriptor& descriptor, const shared::Facts& facts,
@@ -161,7 +161,7 @@ void WriterMemory::drop(Handle theirs) noexcept {
   try {
     if (found->second.ours != 0) driver_->destroy(found->second.ours, 1);
   } catch (const DriverError&) {
-    // The driver's end gives it back. The writer's handle may stand for another page by then.
+    // The driver's end frees the handle. The writer's handle may stand for another page by then.
   }
   imports_.erase(found);
 }

@@ -1,5 +1,6 @@
-// The memory of another process's pool, as readers map it: a file that has all pages, or pages of a
-// device, which it asks the writer for (vmm/page_socket.h) and keeps while they are mapped.
+// The memory of another process's pool, as its readers map it: a file that has all pages, or pages
+// of a device, which a reader requests from the writer (vmm/page_socket.h) and keeps while they are
+// mapped.
 #pragma once
 
 #include <cstddef>
@@ -22,30 +23,29 @@ namespace vtensor {
 
 class WriterMemory {
  public:
-  // `descriptor`: what PagePool::open_for_readers returned in the writer. `facts`: of one of its
-  // ranges. `cuda`: how to reach a device; its number and page size do not matter. Throws
-  // InvalidArgument if the two do not belong together or there is no such device, DriverError.
+  // `descriptor`: from PagePool::open_for_readers in the writer. `facts`: of a range of the pool.
+  // `cuda`: how to reach a device; its number and page size are ignored. Throws InvalidArgument if
+  // the two do not belong together or there is no such device, DriverError.
   WriterMemory(Descriptor descriptor, const shared::Facts& facts, CudaOptions cuda);
 
   Driver& driver() const { return *driver_; }
-  // What readers map with: nothing is written.
+  // The access of readers' mappings. On the host the driver maps a writer's file read-only.
   Access access() const {
     return exports_ == ExportKind::file ? Access::writable : Access::copy_on_write;
   }
 
-  // The driver has left pages that are neither mapped nor not.
+  // A refused undo has left mappings unknown: raise_if_broken() throws `cause` from now on.
   void break_down(std::exception_ptr cause) { broken_ = std::move(cause); }
   void raise_if_broken() const {
     if (broken_) std::rethrow_exception(broken_);
   }
 
-  // Work in `stream` reads what is mapped. As PendingWork::note.
+  // Work in the caller's stream reads the mapped pages. As PendingWork::note.
   void note(const Caller& caller) { work_.note(caller); }
-  // Waits until that work has ended, after which pages may be unmapped. Throws TimedOut,
-  // DriverError.
+  // Waits until the noted work has ended: then pages may be unmapped. Throws TimedOut, DriverError.
   void await_own_work();
 
-  // Pages that are at hand while it lives.
+  // Pages that stay imported while the object lives.
   class Fetched {
    public:
     explicit Fetched(WriterMemory& memory) : memory_(memory) {}
@@ -60,22 +60,22 @@ class WriterMemory {
     WriterMemory& memory_;
     std::vector<Handle> pages_;  // the writer's handles, each once
   };
-  // Waits until all work that the writer has launched has ended. On the host there is none. Throws
+  // Waits until all work that the writer has launched has ended; on the host there is none. Throws
   // as `fetch`, and TimedOut.
   void await_writer();
-  // Gets these pages. Throws Closed if the writer has ended, TimedOut if it is stopped,
-  // DriverError, and Error if the writer hands them not over.
+  // Gets the pages of `theirs`, handles of the writer. Throws Closed if the writer has ended,
+  // TimedOut if it is stopped, DriverError, and Error if the writer sends no pages.
   void fetch(std::vector<Handle> theirs, Fetched& fetched);
-  // The handle in this process. Requires: fetched, or mapped.
+  // This process's handle. Requires: the page is fetched, or mapped.
   Handle at(Handle theirs) const;
-  // A page is mapped at one more address, or one less. Requires: as `at`.
+  // The page is mapped at one more address, or at one less. Requires: as `at`.
   void add(Handle theirs) noexcept;
   void drop(Handle theirs) noexcept;
 
  private:
   struct Import {
-    Handle ours = 0;       // 0 until it is imported
-    std::size_t uses = 0;  // addresses, and those that fetch it
+    Handle ours = 0;       // 0 until the page is imported
+    std::size_t uses = 0;  // addresses that map the page, and Fetched objects that have it
   };
 
   PageMessage ask(std::span<const Handle> theirs);
@@ -91,8 +91,8 @@ class WriterMemory {
   std::unordered_map<Handle, Import> imports_;  // by the writer's handle
 };
 
-// For a file from another process: whether it is a memfd that never gets shorter, so that no access
-// to a mapping of it is SIGBUS; its bytes; and its refusal.
+// For files from other processes. keeps_size: the file is a memfd that never gets shorter, so that
+// no access to its mapping is SIGBUS. size_of: its bytes. refuse_received throws InvalidArgument.
 bool keeps_size(const Descriptor& file);
 std::uint64_t size_of(const Descriptor& file);
 [[noreturn]] void refuse_received(const char* why);
