@@ -49,7 +49,8 @@ void Client::open(const Caller& caller, std::unique_ptr<faults::Range> report, B
     base = driver_.reserve(pages, backed);
   } catch (const DeviceOutOfMemory&) {
     {
-      // The page of zeros is none of the pool's, so the memory of a spare one goes back for it.
+      // The driver lacked memory for its page of zeros, which the pool does not count: a spare
+      // page's memory goes back for it.
       PoolLock lock(pool_);
       pool_->store().release(lock, 1);
     }
@@ -64,7 +65,7 @@ void Client::open(const Caller& caller, std::unique_ptr<faults::Range> report, B
     try {
       driver_.free_range(base, pages);
     } catch (const std::exception&) {
-      // Left to the driver's end.
+      // The driver's end frees the range.
     }
     throw;
   }
@@ -92,7 +93,7 @@ void Client::share(const char* operation, std::size_t words) {
 void Client::abandon() noexcept {
   owner_end_->client = shared_from_this();
   owner_end_->is_owner = true;
-  if (pool_->keeps_mapped()) return;  // the client lives on: it owns what points to it
+  if (pool_->keeps_mapped()) return;  // owner_end_ and the client keep each other alive
   pool_->end(owner_end_.release());
 }
 
@@ -133,7 +134,7 @@ Client::Busy::Busy(Client& client, PoolLock& lock, const Caller& caller) : clien
                 "in it): call it later");
   }
   client.await_turn(lock, caller);
-  // The page that could not be put back may be one of its own.
+  // A page whose undo was refused may be one of this client's.
   client.pool_->store().raise_if_broken();
   client.busy_ = true;
   client.busy_thread_ = std::this_thread::get_id();
@@ -316,10 +317,10 @@ void Client::enter_ahead(Reservation::Arrival& arrival) {
 }
 
 void Client::give_back_unused() noexcept {
-  if (busy_) return;  // called again when the change under way ends
+  if (busy_) return;  // the end of the change under way calls this again
   if (!pool_->looks_ahead() || pool_->store().broken()) {
     if (!finish_unmapping(nullptr)) return pool_->unmap_later(shared_from_this());
-    // It may be listed since an earlier refusal, and with no mapper at work nothing else looks.
+    // The client may be listed since a refusal, and without a mapper nothing else removes it.
     pool_->to_unmap().remove(hooks.to_unmap);
     return;
   }
@@ -366,7 +367,7 @@ bool Client::release_range() {
 
 bool Client::finish_unmapping(PoolLock* lock) noexcept {
   if (busy_) {
-    refusal_ = nullptr;  // of an earlier try: the next one comes once the client is free
+    refusal_ = nullptr;  // of an earlier try; the end of the change under way tries again
     return false;
   }
   Unmapped unmapped = Unmapped::some;
@@ -392,8 +393,8 @@ Client::Unmapped Client::unmap_some(PoolLock* lock, std::size_t pages,
 Client::Unmapped Client::give_back_some(PoolLock& lock, std::size_t pages,
                                         std::chrono::steady_clock::time_point until) noexcept {
   if (busy()) return Unmapped::waits;
-  // In a closed pool only a caller tries again: the process may be about to end, and a device in
-  // error refuses for good.
+  // In a closed pool only callers try again: the process may be about to end, and a device in error
+  // always refuses.
   if (refusal_ && (pool_->retired() || std::chrono::steady_clock::now() < retry_at_))
     return Unmapped::refused;
   const Unmapped unmapped = unmap_some(&lock, pages, until);
@@ -404,7 +405,7 @@ Client::Unmapped Client::give_back_some(PoolLock& lock, std::size_t pages,
 Client::Unmapped Client::claim_back(Reservation::Departure& departure, std::size_t pages) noexcept {
   refusal_ = nullptr;
   try {
-    // The end of a broken pool's driver unmaps what its clients leave.
+    // The end of a broken pool's driver unmaps the pages that its clients leave.
     const bool leaves_all = pool_->store().broken() && pool_->retired();
     const bool quiet = leaves_all || is_quiet();
     if (leaves_all || !begin_unmapping())
@@ -431,7 +432,7 @@ void Client::enter_back(const Reservation::Departure& departure) {
 
 std::vector<Reservation::Run> Client::unclean(std::size_t most) const {
   for (const Why why : {Why::prefetched, Why::cached}) {
-    // Readers show what a freed slot had until it is used again.
+    // Readers still show the bytes of a freed slot, until it is used again.
     if (why == Why::cached && range_.is_read()) continue;
     for (const Interval indices : range_.runs_of(why)) {
       std::vector<Reservation::Run> runs = range_.unclean_in(indices, most);
@@ -444,9 +445,9 @@ std::vector<Reservation::Run> Client::unclean(std::size_t most) const {
 bool Client::clean_some(PoolLock& lock, std::size_t pages) {
   if (busy() || asleep.load() != 0) return false;
   try {
-    if (!is_quiet()) return false;  // the last owner's work may not be done
+    if (!is_quiet()) return false;  // the last owner's work may still run
   } catch (const Error&) {
-    return false;  // a capture forbids asking
+    return false;  // a capture forbids the question
   }
   make_room_for_zeroing();
   const std::vector<Reservation::Run> runs = unclean(pages);
@@ -475,7 +476,7 @@ bool Client::clean_some(PoolLock& lock, std::size_t pages) {
     pool_->unclean().remove(hooks.unclean);
     failed(std::move(error));  // growth zeroes the pages itself
   } else if (range_.mapped(Why::cached) != 0) {
-    evict();  // pages that cannot be zeroed are not for the next owner
+    evict();  // the next owner must not get pages that cannot be zeroed
   }
   pool_->changed();
   give_back_unused();
@@ -567,7 +568,7 @@ void Client::check(std::unordered_map<const Page*, PageUse>& uses) const {
         throw Error("I3: index ", index, " of row ", row,
                     " is covered by a generation and is not mapped");
       }
-      // After a move the range that was left has the pages too, until they are unmapped there.
+      // After a move the old range has the pages too, until they are unmapped there.
       const bool copied = is_copy_on_write(range_.at(row, index));
       const Page* const page = range_.at(row, index).page();
       if ((why == Why::prefetched && copied) ||

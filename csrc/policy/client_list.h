@@ -1,5 +1,5 @@
-// A list of clients. Joining and leaving takes the same time at any length and needs no memory, so
-// neither can fail: each client brings the list's node along, as a hook.
+// A list of clients. Joining and leaving take constant time and cannot fail: each client has the
+// list's node, as a hook.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ class ClientList {
  public:
   using Iterator = List::const_iterator;
 
-  // Belongs to a client, and links it into one list at a time, which keeps the client alive.
+  // Belongs to a client, and links it into one list at a time; the list keeps the client alive.
   class Hook {
    public:
     Hook& operator=(Hook&&) = delete;
@@ -35,19 +35,19 @@ class ClientList {
   std::size_t size() const { return all_.size(); }
   const std::shared_ptr<Client>& front() const { return all_.front(); }
 
-  // At the end. Requires: the hook is not linked.
+  // Adds at the end. Requires: the hook is not linked.
   void add(Hook& hook, std::shared_ptr<Client> client) noexcept {
     link(hook, std::move(client), all_.end());
   }
-  // At the beginning. Requires: the hook is not linked.
+  // Adds at the beginning. Requires: the hook is not linked.
   void add_first(Hook& hook, std::shared_ptr<Client> client) noexcept {
     link(hook, std::move(client), all_.begin());
   }
-  // To the end, if it is in the list.
+  // Moves the client to the end, if it is in the list.
   void move_last(Hook& hook) noexcept {
     if (hook.linked()) all_.splice(all_.end(), all_, hook.node_);
   }
-  // Returns the client; null if it was not in the list.
+  // Returns the client; null if it is not in the list.
   std::shared_ptr<Client> remove(Hook& hook) noexcept {
     if (!hook.linked()) return nullptr;
     hook.unlinked_.splice(hook.unlinked_.end(), all_, hook.node_);

@@ -1,6 +1,6 @@
-// Which pages of a row are covered by some interval, of intervals that come and go in any number. A
-// segment tree: a change takes time by the logarithm of the pages, and looking for gaps by their
-// length too.
+// Which page indices some interval covers, while any number of intervals come and go. A segment
+// tree: a change takes time by the logarithm of the indices; a search for gaps also by the gaps'
+// length.
 #pragma once
 
 #include <algorithm>
@@ -17,18 +17,18 @@ namespace vtensor {
 
 class Coverage {
  public:
-  // Throws std::bad_alloc; nothing is changed then.
+  // Throws std::bad_alloc, with nothing changed.
   void add(Interval indices) {
     if (indices.empty()) return;
     reach(indices.end);
     change(indices, 1);
   }
-  // Requires: it was added, and not removed since.
+  // Requires: `indices` was added, and not removed since.
   void remove(Interval indices) noexcept {
     if (!indices.empty()) change(indices, -1);
   }
 
-  // Calls `visit` with each maximal part of `indices` that nothing covers, from the first on.
+  // Calls `visit` with each maximal part of `indices` that nothing covers, in order.
   template <typename Visit>
   void gaps(Interval indices, Visit visit) const VT_LOCKED {
     Interval gap{indices.begin, indices.begin};
@@ -46,16 +46,16 @@ class Coverage {
   }
 
  private:
-  // Node 1 stands for all pages, nodes 2i and 2i + 1 for the halves of node i.
+  // Node 1 stands for all indices, nodes 2i and 2i + 1 for the halves of node i.
   struct Node {
-    std::uint32_t covers : 31 = 0;  // intervals that hold all of its pages, but not of its parent's
-    std::uint32_t full : 1 = 0;     // each of its pages is covered, here or below
+    std::uint32_t covers : 31 = 0;  // intervals that cover the node, but not its parent
+    std::uint32_t full : 1 = 0;     // every index is covered, here or below
   };
 
   void reach(std::size_t end) {
     if (end <= indices_) return;
     std::vector<Node> grown(2 * std::bit_ceil(end));
-    // With each doubling a node comes to lie a level deeper, on the left.
+    // With each doubling a node moves down a level, on the left.
     const int levels = std::bit_width(grown.size()) - std::bit_width(nodes_.size());
     for (std::size_t node = 1; node < 2 * indices_; ++node) {
       const std::size_t level_begins = std::bit_floor(node);
@@ -65,7 +65,7 @@ class Coverage {
     indices_ = nodes_.size() / 2;
   }
 
-  // The nodes that make up `indices`, from the leaves up, then what lies above their ends.
+  // Changes the nodes that make up `indices`, from the leaves up, and then updates the nodes above.
   void change(Interval indices, int by) noexcept {
     std::size_t begin = indices_ + indices.begin, end = indices_ + indices.end;
     for (; begin < end; begin /= 2, end /= 2) {

@@ -1,5 +1,5 @@
-// An immutable, published extent of mapped pages. A torch storage over it keeps it alive, and the
-// thread that drops that storage ends it. A client's owner ends in the same way.
+// An immutable, published extent of mapped pages. A torch storage keeps its generation alive, and
+// the thread that drops the storage ends the generation. A client's owner ends by a Generation too.
 #pragma once
 
 #include <cstddef>
@@ -12,13 +12,13 @@ namespace vtensor {
 
 class Client;
 
-// What any thread ends, without a lock, and takes effect under the pool's lock.
+// An object that any thread ends without a lock, and whose end takes effect under the pool's lock.
 class Ended {
  public:
   virtual ~Ended() = default;
   Ended& operator=(Ended&&) = delete;
 
-  // Gives back what it held. It is deleted afterwards, with the lock held.
+  // Gives back what the object held. The object is deleted afterwards, with the lock held.
   virtual void take_effect() noexcept VT_LOCKED = 0;
 
   Ended* next = nullptr;  // in the pool's list
@@ -29,10 +29,10 @@ struct Generation final : Ended {
 
   std::shared_ptr<Client> client;
   Interval indices;       // the same in every row
-  Interval bytes;         // of an arena; their pages stay in use until this ends
-  std::size_t place = 0;  // in its client's list
+  Interval bytes;         // arenas: bytes whose pages have a use until this ends
+  std::size_t place = 0;  // index in Client::generations_
   bool is_owner = false;  // stands for the owner, not for a storage
-  bool is_lease = false;  // of a kernel that is about to be launched, not of a graph
+  bool is_lease = false;  // for a kernel that is about to be launched, not for a graph
 };
 
 }  // namespace vtensor

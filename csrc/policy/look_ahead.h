@@ -1,8 +1,8 @@
-// How far ahead of a tensor's length pages should be ready: as far as it grows while the mapper
-// makes them, and one more call like the last ones. A tensor that grows by one token every 20 ms
-// needs one page just in time; one that is filled as fast as memory allows, tens of megabytes.
-// Waking the mapper costs several times what growing does, so it is woken only if less than that is
-// ready, and then makes twice as much ready.
+// How far ahead of a tensor's length pages should be ready: as far as the tensor grows while the
+// mapper makes pages, and one more call like the last ones. A tensor that grows by one token every
+// 20 ms needs one page just in time; a tensor filled as fast as memory allows needs tens of
+// megabytes. Waking the mapper costs several times as much as growing, so the mapper is woken only
+// if less is ready, and then makes twice as much ready.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,13 @@ namespace vtensor {
 
 class LookAhead {
  public:
-  // A call added `n` positions. The first call (a prompt) says nothing of those to come.
+  // A call added `n` positions. The first call (a prompt) says nothing about later calls.
   void step(std::size_t n) {
     step_ = std::min(n, last_);
     last_ = n;
   }
 
-  // Measures the rate: the length, now `position`, reached into new pages at `now` (ns).
+  // Measures the rate: at `now` (ns) the length, now `position`, reached a new page.
   void mark(std::size_t position, std::uint64_t now) {
     if (position > marked_position_ && now > marked_at_ && marked_at_ != 0) {
       const double rate =
@@ -32,15 +32,14 @@ class LookAhead {
 
   // The mapper is woken if fewer positions beyond the length are ready. 0 until the second call.
   std::size_t least() const { return step_ == 0 ? 0 : std::max({step_, within_horizon(), kLeast}); }
-  // How many the mapper then makes ready.
+  // How many positions the mapper then makes ready.
   std::size_t lead() const {
     return step_ == 0 ? 0 : std::max({step_, 2 * within_horizon(), 2 * kLeast});
   }
 
  private:
-  // How long before they are needed pages are asked for (ns): time for the mapper to run on a busy
-  // machine, and to make what other clients want. If growth is as fast as the mapper, nothing is
-  // far enough.
+  // How long ahead pages are asked for (ns): time for the mapper to run on a busy machine, and to
+  // serve other clients. If growth is as fast as the mapper, no horizon is long enough.
   static constexpr double kHorizon = 160e6;
   static constexpr double kMost = 1e15;
   static constexpr std::size_t kLeast = 4;

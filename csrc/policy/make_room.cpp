@@ -19,22 +19,21 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// How long a wait sleeps before it looks again without having been woken.
+// The longest sleep of a wait before it looks again.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
-// How long a request waits for pages on their way out before it gives up others, which may wait for
-// less work; and before it fails although what leaves does not suffice: other threads may give
-// back.
+// How long a request waits for leaving pages before it evicts others, which may wait for less work;
+// and before it fails because the leaving pages do not suffice: other threads may give pages back.
 constexpr std::chrono::nanoseconds kGrace = std::chrono::milliseconds(200);
-// How long it waits for the other pools of a shared budget, one of which may be stopped: then no
-// request after the first waits that long until all answer again.
+// How long a request waits for the other pools of a shared budget. If a pool is stopped, only the
+// first request waits kAnswer, until all pools answer again.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::seconds(1);
 constexpr std::chrono::nanoseconds kAnswerAfterNone = std::chrono::milliseconds(100);
 constexpr std::chrono::nanoseconds kLookForAnswer = std::chrono::microseconds(100);
-// Pages given to others in one step: the least that is worth a request.
+// Pages given to others in one step: fewer are not worth a request.
 constexpr std::size_t kPagesAtOnce = 32;
 
-// Whether what it has to give back may bring memory. A client that is asleep has none, and the
-// thread that holds one while it falls asleep or wakes may be the one that asks.
+// Whether unmapping the client's pages may free memory. A sleeping client has none, and the thread
+// that puts a client to sleep or wakes it may be the one that asks.
 bool may_bring_memory(const Client& client) { return client.asleep.load() == 0; }
 
 }  // namespace
@@ -59,7 +58,7 @@ class MakeRoom::Request {
     want(store_.bytes_to_charge(pages_));
     if (wanted_ > asked) {
       const auto patience = ledger->missed_answers() ? kAnswerAfterNone : kAnswer;
-      until_ = std::min(until_, steady_clock::now() + patience);  // since it asked first
+      until_ = std::min(until_, steady_clock::now() + patience);  // from its first question on
       request_ = ledger->request();
       over_ = false;
       return true;
@@ -68,7 +67,7 @@ class MakeRoom::Request {
     const bool answered = ledger->answered(request_);
     over_ = answered || steady_clock::now() >= until_;
     if (over_) ledger->note_answers(answered);
-    return true;  // also when it is over: what was given up is still to be looked for
+    return true;  // also once: the caller has yet to look for what was given up
   }
 
  private:
@@ -118,7 +117,7 @@ bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
       try {
         if (!store.make_ready(lock, pages)) return unlocked;
       } catch (const DeviceOutOfMemory&) {
-        // Without the lock others may have given back what is missing.
+        // While make_ready() was without the lock, other threads may have given back pages.
         const std::size_t still = sub_sat(pages, store.releasable());
         if (still != 0 && !take_back(lock, request, still)) throw;
       }
@@ -193,8 +192,8 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   const bool in_grace = waited < std::min(kGrace, patience);
   const bool suffices = pages_leaving() + pool_.store().under_way() >= missing;
   if (!(suffices && in_grace) && give_up_spare(lock)) return true;
-  // More may come from other pools, from clients that wait for the mapper or for the device, and
-  // from a client for which calls are made just now.
+  // More pages may come from other pools, from clients that wait for the mapper or the device, and
+  // from driver calls under way.
   const ClientList& to_unmap = pool_.to_unmap();
   const bool others = !(suffices && in_grace) && request.ask();
   const bool waits = std::any_of(
@@ -263,7 +262,7 @@ MakeRoom::Given MakeRoom::give_to_others(PoolLock& lock) {
     if (balance.wanted_elsewhere > balance.room)
       given = give(lock, balance.wanted_elsewhere - balance.room);
   } catch (const std::exception&) {
-    // Refused: this pool gives up no more, which is an answer too.
+    // A refusal: this pool gives up no more, and may answer.
   }
   if (given == Given::nothing && request) answer(lock, *request);
   return given;
@@ -289,7 +288,8 @@ MakeRoom::Given MakeRoom::give(PoolLock& lock, std::size_t missing) {
 }
 
 MakeRoom::Given MakeRoom::run_shrinkers(PoolLock& lock, std::size_t pages) {
-  // An operation that asks for memory itself may last as long as this pool owes the answer.
+  // If this pool asks for memory too, the operation of a shrinker may wait for a pool that waits
+  // for this answer.
   const Ledger* const ledger = pool_.store().ledger();
   const bool asks = ledger != nullptr && ledger->wants();
   const std::vector<std::shared_ptr<Shrinker>> all = pool_.shrinkers();
@@ -333,7 +333,7 @@ bool MakeRoom::give_all_back(bool spare) noexcept {
 
 namespace {
 
-// Rung 6. False if that gave nothing back; else the operation was tried once more.
+// Rung 6. False if it found nothing to give back; else `body` ran once more.
 bool try_again(PagePool& pool, const Caller& caller, const std::function<void()>& body,
                const std::function<bool()>& empty_cache, bool no_memory) {
   const bool gave = MakeRoom(pool).give_all_back(no_memory);

@@ -1,17 +1,17 @@
-// The one ladder that finds memory. What goes first, second and last, and when to give up:
+// The ladder that finds memory: which pages are given up, in which order, and when to give up.
 //
-//   1  what waits to be unmapped, if its fences have passed
+//   1  pages that wait to be unmapped, if their fences have passed
 //   2  cached clients, the oldest first
-//   3  what is ready ahead of need
-//   4  what the other pools of a shared budget give up (`give_to_others`); they answer soon
+//   3  pages ahead of need
+//   4  pages of the other pools of a shared budget (`give_to_others`), which answer soon
 //   5  waiting, for the device and for calls of other threads, as long as that may suffice
 //
 // find pages within the budget and beside the reserve. The pool's own pages go first: they are
-// certain, and take no time of another process. If the driver refuses all the same,
+// certain, and take no time of another process. If the driver still refuses,
 //
-//   6  1 and 2, or without device memory 1 to 3, of the whole pool, and what the caller's framework
-//      caches; then the operation is tried once more
-//   7  what the caller itself keeps for later, and then what shrinkers keep, a part a try
+//   6  all of 1 and 2, and if the device lacks memory all of 3 and the cache of the caller's
+//      framework; then the operation is tried once more
+//   7  pages that the caller keeps for later, and then pages of shrinkers, some at each try
 //
 // and then the refusal is raised.
 #pragma once
@@ -33,67 +33,67 @@ class MakeRoom {
  public:
   explicit MakeRoom(PagePool& pool) : pool_(pool) {}
 
-  // Rungs 1 to 5: returns with `pages` pages free, not counting `private_copies` pages that the
-  // kernel copied and that these replace, and with their memory made if the driver takes long for
-  // that. True if they let the lock go, to wait or to make memory: other threads may have taken
-  // pages, or given some back. Throws OutOfPages, ReserveReached, DeviceOutOfMemory.
+  // Rungs 1 to 5: returns with `pages` pages free, with memory if making it takes the driver long.
+  // `private_copies`: private copies that the pages replace, and which so do not count as in use.
+  // True if it released the lock, to wait or to make memory: other threads may have taken pages, or
+  // given some back. Throws OutOfPages, ReserveReached, DeviceOutOfMemory.
   bool ready(PoolLock& lock, const char* operation, std::size_t pages,
              std::size_t private_copies = 0) VT_LOCKED;
-  // Returns with at most `pages` pages in use or kept. Throws OutOfPages, of `bytes` asked for.
+  // Returns with at most `pages` pages in use or spare, for a budget of `bytes`. Throws OutOfPages.
   void shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes)
       VT_LOCKED;
 
-  // For `pages` pages that are to be mapped ahead of need: begins as much of rung 2 as it takes
-  // beside what is free and what is on its way out. The mapper does the unmapping. Returns how many
-  // pages are still missing. Requires: a pool that looks ahead.
+  // For `pages` pages to be mapped ahead of need: begins as much of rung 2 as is needed beside free
+  // and leaving pages. The mapper does the unmapping. Returns how many pages are still missing.
+  // Requires: a pool that looks ahead.
   std::size_t begin(std::size_t pages) VT_LOCKED;
-  // The pages that `begin` would report missing, without a change.
+  // How many pages `begin` would report missing; changes nothing.
   std::size_t missing(std::size_t pages) const VT_LOCKED;
 
-  // Pages that rungs 2 and 3 give up, and those of them that no reader keeps.
+  // Pages that rungs 2 and 3 give up, and how many of them no reader keeps.
   struct Spare {
     std::size_t pages = 0, taken_back = 0;
   };
   Spare spare() const VT_LOCKED;
 
-  // Waits for the next change. False at once if no page is on its way out.
+  // Waits for the next change. False at once if no page is leaving.
   bool await_leaving(PoolLock& lock) VT_LOCKED;
 
   // Mapped pages that nothing needs and that wait to be unmapped.
   std::size_t pages_leaving() const VT_LOCKED;
-  // Rungs 2 and 3: one client's; false if there is none, or the pool is broken.
+  // Rungs 2 and 3, of one client. False if no client has pages, or the pool is broken.
   bool give_up_spare(PoolLock& lock) VT_LOCKED;
 
   enum class Given : std::uint8_t {
     some,     // there may be more
-    waits,    // pages go once their fences have passed, or an operation of their shrinker has ended
+    waits,    // until fences have passed, or the operation of a shrinker has ended
     nothing,  // nothing is wanted, or left
   };
-  // For the other pools of a shared budget, when one of them asks: one step of rungs 1 to 3, of
-  // what shrinkers have, and of giving free pages back. Waits for nothing. Answers once nothing is
-  // left.
+  // For a request of another pool of a shared budget: one step of rungs 1 to 3, of shrinkers, and
+  // of giving spare memory back. Waits for nothing. Answers the request when nothing is left to
+  // give.
   Given give_to_others(PoolLock& lock) VT_LOCKED;
-  // Rung 7, at the n-th try: some pages of shrinkers, none of whose operations it waits for. Takes
-  // the lock. False if they have none.
+  // Rung 7: some pages of shrinkers, more with each of `tries`, without waiting for their
+  // operations. Takes the lock. False if shrinkers have none.
   bool run_shrinkers(unsigned tries);
 
-  // Rung 6; takes the lock. `spare`: also what is ready ahead. False if there was nothing.
+  // Rung 6: all of 1 and 2, and of 3 if `spare`. Takes the lock. False if there was nothing.
   bool give_all_back(bool spare) noexcept;
 
  private:
   class Request;
 
-  // `free`: pages that the budget has. If they suffice, it is the reserve that does not allow them.
+  // `free`: pages that the budget has. If they suffice, the device's reserve forbids them.
   [[noreturn]] void refuse(const char* operation, std::size_t pages, std::size_t free) const
       VT_LOCKED;
-  // Pages free for a request of `pages`; charged if they suffice.
+  // Pages free for a request of `pages`, which are charged if they suffice.
   std::size_t free_pages(std::size_t pages, std::size_t private_copies) VT_LOCKED;
-  // Pages that are free, or will be once what is on its way out has gone; not those of clients that
-  // share pages, because other clients may keep them.
+  // Pages that are free, or free once leaving pages have gone; without clients that share pages,
+  // because others may keep those.
   std::size_t pages_to_come() const VT_LOCKED;
-  // One step of rungs 1 to 5; false if nothing is left that would make up for `missing` pages.
+  // One step of rungs 1 to 5. False if nothing is left that could yield `missing` pages.
   bool take_back(PoolLock& lock, Request& request, std::size_t missing) VT_LOCKED;
-  // One step for `missing` bytes that others want.
+  // One step for `missing` bytes that other pools want.
   Given give(PoolLock& lock, std::size_t missing) VT_LOCKED;
   Given run_shrinkers(PoolLock& lock, std::size_t pages) VT_LOCKED;
   void answer(PoolLock& lock, std::uint32_t request) VT_LOCKED;
@@ -101,13 +101,13 @@ class MakeRoom {
   PagePool& pool_;
 };
 
-// Gives up a part of what the caller of the core keeps for later, at the n-th try; false if there
-// is nothing.
+// Gives up some of the pages that the caller of the core keeps for later, at the n-th try; false if
+// there are none.
 using GiveUp = std::function<bool(unsigned tries)>;
 
-// Runs `body`, which makes driver calls, with all rungs. No lock that the mapper or a deleter takes
-// is held meanwhile (I11). `empty_cache` has the caller's framework release its cache of device
-// memory; false if it cannot now.
+// Runs `body`, which makes driver calls, with all rungs. Holds no lock that the mapper or a deleter
+// takes (I11). `empty_cache` has the caller's framework release its cache of device memory; false
+// if that is not possible now.
 void with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
                  const std::function<bool()>& empty_cache, const GiveUp& give_up = {});
 

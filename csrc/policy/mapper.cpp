@@ -19,17 +19,16 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// What one step maps, zeroes or unmaps: a caller that overtakes the mapper waits for no more than
-// this. Populating memory takes time by the byte; a device does its work in its own time, so there
-// calls take time. Unmapping ends with the first call that ends after so long, because calls may
-// wait for what runs on the device.
+// The most that one step maps, zeroes or unmaps, because a caller that overtakes the mapper waits
+// for the step. On the host time goes by bytes populated, on a device by calls. Unmapping stops
+// after the first call that ends after kStepTime, because a call may wait for the device.
 constexpr std::size_t kStepBytes = std::size_t{1} << 20;
 constexpr std::size_t kStepPages = 32;
 constexpr std::chrono::nanoseconds kStepTime = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kShortestPause = std::chrono::microseconds(20);
 constexpr std::chrono::nanoseconds kLongestPause = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kRetryPause = std::chrono::milliseconds(250);
-// The longest sleep on a shared word, which may move.
+// The longest sleep on a shared word, because the word may move.
 constexpr std::chrono::nanoseconds kSharedSleep = std::chrono::seconds(1);
 
 }  // namespace
@@ -79,7 +78,7 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak) {
     {
       const std::lock_guard at_work(at_work_);
       const std::shared_ptr<PagePool> pool = weak.lock();
-      if (!pool) return;  // then the shared word may be another pool's
+      if (!pool) return;  // the shared word may be another pool's by now
       own_word_.reset();
       if (shared_word_) shared_word_().reset();
       try {
@@ -87,19 +86,19 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak) {
         entered = true;
         next = serve(pool, pause);
         retry = kLongestPause;
-      } catch (const std::exception&) {  // refused, or no memory
+      } catch (const std::exception&) {  // a refusal, or no memory
         if (!entered) retry = kRetryPause;
-        // The device of a closed pool that never answered is not asked again.
+        // Asks the device of a closed pool no more, if it never answered.
         next = !entered && pool->retired() ? Time::max() : steady_clock::now() + retry;
         retry = std::min(2 * retry, kRetryPause);
       }
-    }  // the pool may end here, in this thread
+    }  // the last reference to the pool may go here
     sleep(next);
   }
 }
 
-// Makes the first driver call of this thread, which has the device's context made current. A
-// refusal is no client's: it is tried again, and wait_idle() raises it.
+// Makes the thread's first driver call, which makes the device's context current. A refusal belongs
+// to no client: the mapper tries again, and wait_idle() raises it.
 void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
   if (!pool->traits().asynchronous) return;
   std::exception_ptr error;
@@ -113,8 +112,8 @@ void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
   if (error) std::rethrow_exception(error);
 }
 
-// Finds one client that has something to do, and does some of it: claimed with the lock, carried
-// out without it, and entered with it again. Each function returns whether it did something.
+// Finds one client that has work, and does some of it: claims with the lock, carries out without
+// the lock, and enters with the lock again. Each function returns whether it did something.
 class Mapper::Step {
  public:
   Step(PagePool& pool, PoolLock& lock)
@@ -132,7 +131,7 @@ class Mapper::Step {
       const std::shared_ptr<Client> client = *at++;
       if (client->busy() || (pages == 0 && MakeRoom(pool_).pages_leaving() != 0)) {
         waits = true;
-        if (client->hooks.first) return false;  // the pages are for it
+        if (client->hooks.first) return false;  // the next pages are for this client
         continue;
       }
       Reservation::Arrival arrival;
@@ -149,13 +148,13 @@ class Mapper::Step {
     return false;
   }
 
-  // Unmaps pages that nothing needs. Each client is asked once at most, in turn.
+  // Unmaps pages that nothing needs. Asks each client once at most, in turn.
   bool give_back() VT_LOCKED {
     ClientList& to_unmap = pool_.to_unmap();
     for (std::size_t left = to_unmap.size(); left != 0 && !to_unmap.empty(); --left) {
       const std::shared_ptr<Client> client = to_unmap.front();
       to_unmap.move_last(client->hooks.to_unmap);
-      // Unmapping touches no memory, so a step has more pages.
+      // Unmapping touches no memory, so a step takes more pages.
       switch (client->give_back_some(lock_, 8 * most_, steady_clock::now() + kStepTime)) {
         case Client::Unmapped::some:
           return true;
@@ -189,10 +188,10 @@ class Mapper::Step {
   }
 
   bool waits = false;    // a client waits for the device, or for a caller's operation
-  bool refused = false;  // the driver refused what is tried again later
+  bool refused = false;  // the driver refused a call, which is tried again later
 
  private:
-  // Free pages for one client, made at once if the driver takes long for that.
+  // Finds free pages for one client, with memory if making it takes the driver long.
   std::size_t find_pages() VT_LOCKED {
     std::size_t wanted = 0;
     for (const std::shared_ptr<Client>& client : pool_.wanting()) {
@@ -205,13 +204,13 @@ class Mapper::Step {
       try {
         store.make_ready(lock_, std::min(wanted, most));
       } catch (...) {
-        // Taking the pages is refused again, for the client that wants them.
+        // Claiming the pages is refused again, in the name of the client that wants them.
       }
-      return store.charge_available(most);  // callers may have taken some meanwhile
+      return store.charge_available(most);  // callers may have taken pages meanwhile
     } catch (const DriverError&) {
       throw;  // the mapper tries again
     } catch (const Error&) {
-      return 0;  // of a shared budget: an operation that needs the pages raises it
+      return 0;  // a shared budget's error: an operation that needs the pages raises it
     }
   }
 

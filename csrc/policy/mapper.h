@@ -1,9 +1,10 @@
-// The background worker of one pool. It maps and zeroes pages ahead of need, unmaps pages that are
-// no longer needed once their fences have passed, zeroes cached pages for their next owner, gives
-// back free memory beyond what the pool keeps, and gives memory up for other pools of a shared
-// budget. A caller that needs a page before it is ready maps it itself.
+// The background worker of one pool. It maps and zeroes pages ahead of need, unmaps unneeded pages
+// once their fences have passed, zeroes cached pages for their next owner, gives back spare memory
+// beyond the pool's limit, and gives memory up for other pools of a shared budget. A caller that
+// needs a page before it is ready maps the page itself.
 //
-// It never calls Python, and holds no lock while it maps, zeroes or unmaps pages, or waits (I11).
+// The worker never calls Python, and holds no lock while it maps, zeroes or unmaps pages, or waits
+// (I11).
 #pragma once
 
 #include <chrono>
@@ -19,25 +20,25 @@ namespace vtensor {
 
 class PagePool;
 
-// May outlive its pool: the thread does if it drops the last reference to the pool.
+// May outlive its pool, if its thread drops the last reference to the pool.
 class Mapper : public std::enable_shared_from_this<Mapper> {
   using Time = WakeWord::Time;
 
  public:
-  // In a shared budget the thread sleeps on the word that `shared_word` finds (vmm/ledger.h).
+  // `shared_word`, in a shared budget, finds the word on which the thread sleeps (vmm/ledger.h).
   explicit Mapper(std::function<WakeWord&()> shared_word) : shared_word_(std::move(shared_word)) {}
 
-  // Starts the thread if it does not run. It keeps nothing of `pool` alive while it sleeps. Throws
+  // Starts the thread if it does not run. A sleeping thread does not keep `pool` alive. Throws
   // DriverError if the system has no thread.
   void start(std::weak_ptr<PagePool> pool);
   bool running() const { return thread_ != nullptr; }
-  // From any thread; never blocks. After a call, more calls cost nothing until the thread runs.
+  // From any thread; never blocks. Further calls cost nothing until the thread runs.
   void wake() noexcept;
-  // Returns once the thread keeps nothing of the pool alive, for `patience` at most.
+  // Waits until the thread does not keep the pool alive, for `patience` at most.
   void outwait(std::chrono::nanoseconds patience) {
     const std::unique_lock at_work(at_work_, patience);
   }
-  // At the end of the pool: waits for the thread to end, unless this is the thread.
+  // Called at the end of the pool. Waits for the thread to end, unless the caller is the thread.
   void stop() noexcept;
 
  private:
@@ -45,13 +46,13 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
 
   void run(const std::weak_ptr<PagePool>& pool);
   static void enter(const std::shared_ptr<PagePool>& pool);
-  // Does what can be done now; returns when to look again without being woken. `pause` is how long
-  // it waited last for the device.
+  // Does all that can be done now; returns when to look again without being woken. `pause`: the
+  // last wait for the device.
   Time serve(const std::shared_ptr<PagePool>& pool, std::chrono::nanoseconds& pause);
   void sleep(Time until) noexcept;
 
   const std::function<WakeWord&()> shared_word_;  // empty: the pool shares no budget
-  WakeWord own_word_;         // tells wakers of this process whether to look at the shared one
+  WakeWord own_word_;         // tells wakers of this process whether to wake the shared word
   std::timed_mutex at_work_;  // held by the thread while it keeps the pool alive
   std::unique_ptr<std::thread> thread_;
 };

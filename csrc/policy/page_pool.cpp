@@ -26,21 +26,21 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// How long a wait sleeps before it looks again without having been woken: at first, because most
-// work on a device ends in microseconds, and at most.
+// The sleep of a wait before it looks again: the first, because most work on a device ends in
+// microseconds, and the longest.
 constexpr std::chrono::nanoseconds kFirstLook = std::chrono::microseconds(20);
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
-// How often the worker looks whether readers in other processes have gone on, or died.
+// How often the worker looks whether readers in other processes hold a newer version, or have died.
 constexpr std::chrono::nanoseconds kLookAtReaders = std::chrono::milliseconds(20);
-// A question without a request waits no longer for the other pools of a shared budget.
+// How long spared_elsewhere() waits for the other pools of a shared budget.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::milliseconds(50);
-// A thread that waits for driver calls to end waits for no more than so many pages to be released.
+// Pages released at once: a thread that waits for driver calls to end waits for no more.
 constexpr std::size_t kReleasedAtOnce = 32;
-// A pool may take a sixteenth of the free memory at least, whatever other pools may take: a default
-// pool is made on first use, and must not fail because another pool overcommits.
+// A default budget is at least a sixteenth of the free memory, whatever other pools may take: a
+// default pool is made at first use, and must not fail because another pool overcommits.
 constexpr std::size_t kLeastPart = 16;
 
-// Those of `all` that have not ended.
+// The living objects of `all`.
 template <typename T>
 std::vector<std::shared_ptr<T>> alive(const std::vector<std::weak_ptr<T>>& all) {
   std::vector<std::shared_ptr<T>> found;
@@ -50,23 +50,23 @@ std::vector<std::shared_ptr<T>> alive(const std::vector<std::weak_ptr<T>>& all) 
   return found;
 }
 
-// Locked before the lock of any pool: of two pools that are made at once, the later counts with the
-// budget of the earlier.
-std::mutex pools_mutex;  // guards pools()
+// Guards pools(). Locked before any pool's lock, and while a pool is made: of two pools made at
+// once, the later counts the budget of the earlier.
+std::mutex pools_mutex;
 // The pools of this process. Never destroyed: a pool may outlive static objects.
 std::vector<std::weak_ptr<PagePool>>& pools() {
   static auto& all = *new std::vector<std::weak_ptr<PagePool>>;
   return all;
 }
 
-// What a pool may take unless a budget is given, in bytes: a part of the memory that is free, less
-// what the other pools of this process may take and have not taken. Other processes are not seen.
+// The default budget in bytes: a part of the free memory, less the memory that other pools of this
+// process may take and have not taken. Other processes are not counted.
 std::size_t default_budget(Driver& driver) {
   const DriverTraits& traits = driver.traits();
   std::size_t unused = 0;
   for (const std::shared_ptr<PagePool>& pool : alive(pools())) {
     if (pool->retired()) continue;
-    // A simulated device's memory is the host's, and it has a budget of its own all the same.
+    // By name too: a simulated device, whose memory is the host's, has a budget of its own.
     if (pool->traits().name != traits.name || pool->traits().device != traits.device) continue;
     const PoolLock lock(pool);
     unused += sub_sat(pool->store().unused(), pool->store().spare()) * pool->page_size();
@@ -98,8 +98,8 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
     std::erase_if(pools(), [](const auto& one) { return one.expired(); });
     pools().push_back(pool);
   }
-  // Now, and not when memory or mappings are short: a thread without memory for its thread-local
-  // data ends the process.
+  // Starts the mapper now, and not when memory or mappings are short: a thread without memory for
+  // its thread-local data ends the process.
   if (pool->looks_ahead() || pool->ledger_) pool->ensure_mapper();
   return pool;
 }
@@ -113,7 +113,7 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
       shared_(*driver_, store_),
       mapper_(std::make_shared<Mapper>(ledger_ ? ledger_->wake_word() : nullptr)) {}
 
-// Buffers and generations hold the pool, so none is left; only kept memory is.
+// Buffers and generations keep the pool alive, so none is left.
 PagePool::~PagePool() { mapper_->stop(); }
 
 Descriptor PagePool::open_for_readers(const char* operation) {
@@ -156,7 +156,7 @@ std::uint64_t PagePool::add(Client* client) {
 
 void PagePool::unmap_later(const std::shared_ptr<Client>& client) {
   if (!client->hooks.to_unmap.linked()) to_unmap_.add(client->hooks.to_unmap, client);
-  // What was refused is not worth starting a thread for: the next call that looks tries it again.
+  // A refusal is not worth starting a thread: the next finish_unmapping() tries again.
   if (!client->refusal() || looks_ahead()) wake_mapper();
 }
 
@@ -181,7 +181,7 @@ void PagePool::wake_mapper() noexcept {
   try {
     mapper_->start(weak_from_this());
   } catch (const std::exception&) {
-    // No thread to be had: growth makes its own calls, and trim() the rest.
+    // Without a thread, growth makes its own calls, and trim() does the rest.
   }
 }
 
@@ -240,7 +240,7 @@ std::shared_ptr<Client> PagePool::find_cached(const RowShape& shape) const {
 
 bool PagePool::evict_oldest() {
   if (cached_.empty()) return false;
-  const std::shared_ptr<Client> oldest = cached_.front();  // which leaves the list
+  const std::shared_ptr<Client> oldest = cached_.front();  // kept, because it leaves the list
   oldest->evict();
   return true;
 }
@@ -265,8 +265,8 @@ void PagePool::await(PoolLock& lock, const char* operation, const char* what,
   }
 }
 
-// A thread that lets the lock go first unmaps what ended generations left, and wakes the mapper if
-// it is to be woken. What comes in the last moment before the wait is seen when it ends, soon.
+// Before it releases the lock, tidies and wakes the mapper if needed. An end that comes just before
+// the wait is carried out when the wait ends, soon.
 void PagePool::wait(PoolLock& lock, std::condition_variable& change,
                     steady_clock::time_point until) {
   if (tidy()) after_unlock();
@@ -293,7 +293,7 @@ bool PagePool::drop_copied(PoolLock& lock) {
     it = next;
   }
   if (over.empty()) return !copied_.empty();
-  const Unlocked unlocked(lock);  // its end may take long; idle() counts it as under way
+  const Unlocked unlocked(lock);  // freeing memory may take long; idle() counts this as under way
   over.clear();
   return true;
 }
@@ -394,7 +394,7 @@ std::size_t PagePool::trim() {
 }
 
 bool PagePool::idle() const {
-  // A generation that has ended may be the last to keep a client's range.
+  // An end that has not taken effect may be that of a range's last generation.
   return in_flight() == 0 && ended_.load(std::memory_order_acquire) == nullptr &&
          ((wanting_.empty() && copied_.empty() && !store_.excess_due()) || !mapper_->running()) &&
          std::all_of(to_unmap_.begin(), to_unmap_.end(),
@@ -407,8 +407,8 @@ bool PagePool::idle() const {
 void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   const auto until = steady_clock::now() + timeout;
   PoolLock lock(shared_from_this());
-  std::exception_ptr refused = finish_unmapping(lock);  // what was refused is tried again, here
-  wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
+  std::exception_ptr refused = finish_unmapping(lock);  // tries refused unmappings again
+  wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and of the mapper's thread
   store_.raise_if_broken();
   while (!refused && !idle()) {
     wake_mapper_ |= !wanting_.empty();
@@ -431,7 +431,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
 }
 
 void PagePool::retire() noexcept {
-  std::unique_ptr<PageSender> sender;  // ends without the lock, which its thread may wait for
+  std::unique_ptr<PageSender> sender;  // ends after the lock, for which its thread may wait
   PoolLock lock(shared_from_this());
   options_.cache = 0;
   retired_ = true;
@@ -458,7 +458,7 @@ void PagePool::check_invariants() {
   try {
     quiesce(lock, "check_invariants");
   } catch (const DriverError&) {
-    // The pool is broken: no call begins any more, and the last ones end.
+    // The pool is broken: no further call begins, and the last calls end.
     while (in_flight() != 0) wait_changed(lock, steady_clock::now() + kLook);
   }
   std::unordered_map<const Page*, PageUse> uses;
@@ -488,8 +488,8 @@ void PagePool::push(Ended* ended) noexcept {
   }
 }
 
-// Asked after the lock was let go, by changing none to none. So either this sees what was pushed,
-// or the thread that pushed it sees the lock free: with a plain load both could look too early.
+// Called when the lock was released. Exchanges none for none: so either this sees a pushed end, or
+// the thread that pushed it sees the lock free. With a plain load both could look too early.
 bool PagePool::left_over() noexcept {
   Ended* none = nullptr;
   return !ended_.compare_exchange_strong(none, nullptr, std::memory_order_acq_rel,
@@ -500,21 +500,21 @@ void PagePool::end(Ended* ended) noexcept {
   if (in_forked_child()) return;
   std::shared_ptr<PagePool> self = shared_from_this();
   push(ended);
-  // Whichever thread has the lock looks again after letting it go, as this one does. If it is this
-  // one, it finds the lock taken: a mutex of POSIX allows to try.
+  // The thread that has the lock looks again after releasing it. If this thread has the lock,
+  // trying fails, which a POSIX mutex allows.
   const PoolLock tried(std::move(self), std::try_to_lock);
 }
 
 void PagePool::end_later(Ended* ended) noexcept {
   if (in_forked_child()) return;
-  // From here on the mapper may end the pool: then not in this thread.
+  // From the push on the mapper may end the pool, which must not end in this thread.
   const std::shared_ptr<Mapper> mapper = mapper_;
   push(ended);
   mapper->wake();
 }
 
 void PagePool::drain_ended() noexcept {
-  if (ended_.load(std::memory_order_relaxed) == nullptr) return;  // most often
+  if (ended_.load(std::memory_order_relaxed) == nullptr) return;
   for (std::unique_ptr<Ended> ended(ended_.exchange(nullptr, std::memory_order_acquire));
        ended != nullptr;) {
     const std::unique_ptr<Ended> one(std::exchange(ended, nullptr));

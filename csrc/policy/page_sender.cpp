@@ -26,8 +26,8 @@ namespace vtensor {
 struct PageSender::Sockets {
   SharedFile waker;  // an eventfd
   std::mutex mutex;
-  bool stopping = false;                             // guarded, as all below
-  std::vector<std::unique_ptr<SharedFile>> arrived;  // not yet the thread's
+  bool stopping = false;                             // guarded by `mutex`, as is `arrived`
+  std::vector<std::unique_ptr<SharedFile>> arrived;  // new ones, which the thread takes
 
   void wake() const noexcept {
     const std::uint64_t one = 1;
@@ -73,7 +73,7 @@ Descriptor PageSender::connect(const char* operation, PagePool& pool) {
   return reader;
 }
 
-// Answers what the reader asks. False if the socket is of no more use.
+// Answers one question of a reader. False if the socket is of no more use.
 bool PageSender::serve(const SharedFile& socket, const std::weak_ptr<PagePool>& weak) {
   bool ended = false;
   const std::optional<PageMessage> asked = PageMessage::receive(socket, ended);

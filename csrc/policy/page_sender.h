@@ -1,5 +1,5 @@
-// The thread that answers readers in other processes which ask a pool for pages of a device
-// (vmm/page_socket.h). It sleeps until one asks.
+// The thread that answers readers in other processes, which ask a pool for pages of a device
+// (vmm/page_socket.h). It sleeps until a reader asks.
 #pragma once
 
 #include <memory>
@@ -14,10 +14,10 @@ class SharedFile;
 
 class PageSender {
  public:
-  // Throws DriverError if the system has no descriptor or no thread. The thread keeps nothing of
-  // `pool` alive while it sleeps.
+  // Throws DriverError if the system has no descriptor or no thread. A sleeping thread does not
+  // keep `pool` alive.
   PageSender(const char* operation, const std::shared_ptr<PagePool>& pool);
-  // Waits for the thread to end, unless this is the thread.
+  // Waits for the thread to end, unless the caller is the thread.
   ~PageSender();
   PageSender& operator=(PageSender&&) = delete;
 
@@ -29,7 +29,7 @@ class PageSender {
   static bool serve(const SharedFile& socket, const std::weak_ptr<PagePool>& pool);
   static void run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<Sockets>& sockets);
 
-  std::shared_ptr<Sockets> sockets_;  // the thread's too, which may outlive this
+  std::shared_ptr<Sockets> sockets_;  // shared with the thread, which may outlive this object
   std::unique_ptr<std::thread> thread_;
 };
 

@@ -14,7 +14,7 @@ namespace vtensor {
 
 namespace {
 
-// Every mapped entry of a client, with its row and index.
+// Calls visit(entry, row, index) for every mapped entry of a client.
 template <typename Visit>
 void each_entry(Client& client, Visit visit) VT_LOCKED {
   client.range().for_each([&](Entry entry, std::size_t row, std::size_t index) VT_LOCKED {
@@ -22,7 +22,7 @@ void each_entry(Client& client, Visit visit) VT_LOCKED {
   });
 }
 
-// Adds a page to the runs: to the last run, if the page continues it with the same access.
+// Adds a page to the last run, if the page continues it with the same access, or else as a new run.
 void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std::size_t index,
               Entry entry, bool writable) {
   const Access access = access_of(entry.state());
@@ -36,7 +36,7 @@ void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std:
   runs.back().handles.push_back(entry.page()->handle);
 }
 
-// Maps runs, the writable ones first; adds to `done` the pages that are mapped then.
+// Maps runs, the writable ones first; adds the mapped pages to `done`.
 void map(Driver& driver, std::span<const SleepRun> runs, std::size_t& done) {
   std::vector<PageRun> writable, shared;
   for (const SleepRun& run : runs) {
@@ -46,7 +46,7 @@ void map(Driver& driver, std::span<const SleepRun> runs, std::size_t& done) {
   if (!writable.empty()) driver.map(writable, Access::writable, done);
   if (!shared.empty()) driver.map(shared, Access::copy_on_write, done);
 }
-// Unmaps the first `pages` pages of the runs; counts in `gone` the runs that are unmapped then.
+// Unmaps the first `pages` pages of the runs; counts the unmapped runs in `gone`.
 void unmap_first(Driver& driver, std::span<const SleepRun> runs, std::size_t pages,
                  std::size_t& gone) {
   for (; pages != 0 && gone < runs.size(); ++gone) {
@@ -141,7 +141,7 @@ void FallAsleep::give_up() noexcept {
   clients_.clear();
 }
 
-// Readers would see zeros.
+// Throws if readers live: they would see zeros.
 void FallAsleep::require_no_readers() {
   std::size_t readers = 0;
   for (const std::shared_ptr<Client>& client : clients_) {
@@ -197,11 +197,11 @@ std::size_t FallAsleep::finish() {
   return given;
 }
 
-// Unmaps the pages of which all references sleep or are page sets. Returns how many they are.
+// Unmaps pages whose references all sleep or are page sets. Returns how many lost their memory.
 std::size_t FallAsleep::unmap_all() {
   PoolLock lock(pool_);
   pool_->store().raise_if_broken();
-  // Counted now: references may have gone since, and a write may have had the kernel copy a page.
+  // Counted now: since `begin` references may have gone, and writes may have copied pages.
   std::unordered_map<Page*, std::size_t> uses;
   for (const std::shared_ptr<Client>& client : clients_) {
     each_entry(*client, [&](Entry entry, std::size_t, std::size_t) {
@@ -233,7 +233,7 @@ std::size_t FallAsleep::unmap_all() {
   return given;
 }
 
-// Puts back what went if a run is refused. The pool is broken if that is refused too.
+// If a run is refused, maps the unmapped runs again. If that is refused too, the pool is broken.
 void FallAsleep::unmap(PoolLock& lock, std::span<const SleepRun> runs) {
   Driver& driver = pool_->driver();
   std::exception_ptr refused, broken;
@@ -262,7 +262,7 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
                std::span<const std::uint64_t> numbers)
     : pool_(pool), caller_(caller) {
   PoolLock lock(pool_);
-  pool_->finish_unmapping(lock);  // what has died asleep needs no memory
+  pool_->finish_unmapping(lock);  // clients that died asleep need no memory
   try {
     for (Client* client : pool_->clients()) {
       if (std::find(numbers.begin(), numbers.end(), client->asleep.load()) != numbers.end())
@@ -318,7 +318,7 @@ std::vector<SleepPart> WakeUp::collect() {
       if (entry.page()->stale) add_part(unclean, part);
     });
   }
-  // As they are mapped: `mapped_` counts from the first on.
+  // In the order of mapping, because `mapped_` counts from the first.
   std::partition(runs_.begin(), runs_.end(), [](const SleepRun& run) { return run.writable; });
   return unclean;
 }

@@ -1,11 +1,11 @@
-// Clients that give their memory up and get it back at the same addresses. Page tables, addresses,
+// Clients give their memory up and get memory back at the same addresses. Page tables, addresses,
 // lengths and views stay. The caller saves and restores the contents: between the beginning and the
-// end of falling asleep, and of waking, the bytes are readable and writable at the addresses of
+// end of falling asleep, and of waking, the bytes can be read and written at the addresses of
 // `parts`.
 //
-// Both are whole or nothing: without `finish` everything is as it was. Operations on the clients
-// are refused (`Client::asleep`) from `add` until WakeUp ends, and no other thread makes driver
-// calls for them.
+// FallAsleep and WakeUp are whole or nothing: without `finish` everything is as before. Operations
+// on the clients are refused (`Client::asleep`) from `add` until WakeUp ends, and no other thread
+// makes driver calls for them.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@
 
 namespace vtensor {
 
-// Bytes in memory, and their offset in the saved image of their sleep.
+// Bytes in memory, and their offset in the saved image of a sleep.
 struct SleepPart {
   Address at;
   std::uint64_t sleep;  // number of the sleep
@@ -35,8 +35,8 @@ struct SleepPart {
 struct SleepRun {
   Client* client;
   Reservation::Run pages;
-  Access access;  // of its entries
-  bool writable;  // mapped so, while the client wakes
+  Access access;  // of the page table entries
+  bool writable;  // mapped writable while the client wakes
   std::vector<Handle> handles;
 };
 
@@ -53,27 +53,27 @@ class FallAsleep {
   FallAsleep& operator=(FallAsleep&&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
-  // A number for the clients that are added from now on, which wake together.
+  // Begins a number: clients added from now on have it, and wake together.
   std::uint64_t next_number();
-  // Adds a client during an operation of its own: then none is under way, and the next is refused.
-  // Without effect on one that is asleep already.
+  // Adds a client during an operation on it, so that no other is under way, and the next is
+  // refused. Does nothing to a client that is asleep already.
   void add(const std::shared_ptr<Client>& client);
   // The numbers that clients were added with.
   std::set<std::uint64_t> numbers() const;
 
-  // Waits until no launched work may use the clients' pages, gives up what they have ahead of need
-  // or cached, and gives what the kernel copied at writes pages of its own. Throws TimedOut,
-  // OutOfPages, DriverError; it may be called again then.
+  // Waits until no launched work may use the clients' pages, gives up pages ahead of need or
+  // cached, and unshares private copies. Throws TimedOut, OutOfPages, DriverError; the caller may
+  // call it again then.
   void begin(const Caller& caller);
-  // The bytes that the caller is to save; a page with several mappings is in it once.
+  // The bytes for the caller to save; a page with several mappings is in them once.
   const std::vector<SleepPart>& parts() const { return parts_; }
   std::size_t bytes() const;
-  // Unmaps the pages, and gives their memory back; returns how many. Pages stay that other clients
-  // have too, as forks that are awake or in another sleep. Throws DriverError; nothing has changed
-  // then, or the pool is broken.
+  // Unmaps the pages, and gives their memory back; returns how many. Pages stay mapped that other
+  // clients have too: forks that are awake, or in another sleep. Throws DriverError; nothing has
+  // changed then, or the pool is broken.
   std::size_t finish();
   bool finished() const { return finished_; }
-  // Unless it is finished, wakes the clients, which are as they were.
+  // Unless finished, wakes the clients as they were.
   void give_up() noexcept;
 
  private:
@@ -95,8 +95,8 @@ class FallAsleep {
 
 class WakeUp {
  public:
-  // Gives the clients of these sleeps memory again, which shows zeros, and maps it writable. Throws
-  // OutOfPages, DriverError, TimedOut.
+  // Gives the clients of these sleeps zeroed memory, mapped writable. Throws OutOfPages,
+  // DriverError, TimedOut.
   WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
          std::span<const std::uint64_t> numbers);
   ~WakeUp() { give_up(); }
@@ -105,27 +105,27 @@ class WakeUp {
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   // Where the caller is to write the saved bytes.
   const std::vector<SleepPart>& parts() const { return parts_; }
-  // The clients are as they were, but that those in other sleeps than `restored` lost what their
-  // pages held. Throws DriverError, TimedOut; they are asleep then.
+  // Wakes the clients as they were; clients of sleeps that are not in `restored` have lost their
+  // contents. Throws DriverError, TimedOut; the clients are asleep then.
   void finish(std::span<const std::uint64_t> restored);
-  // Unless it is finished, has the clients sleep on.
+  // Unless finished, lets the clients sleep on.
   void give_up() noexcept;
 
  private:
-  // Returns parts that may show old bytes.
+  // Collects pages, runs and parts. Returns the parts that may show old bytes.
   std::vector<SleepPart> collect() VT_LOCKED;
-  // Back to sleep (I8). The pool is broken if the driver does not unmap it, or copies to it do not
-  // end.
+  // Puts the clients back to sleep (I8). The pool is broken if unmapping is refused, or copies do
+  // not end.
   void undo(PoolLock& lock) noexcept VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
   const Caller caller_;
   Clients clients_;
-  AllBusy busy_;                // the clients, until it has ended
+  AllBusy busy_;                // the clients, until the end
   std::vector<Page*> pages_;    // each once
   std::vector<SleepRun> runs_;  // the writable ones first
   std::vector<SleepPart> parts_;
-  std::size_t mapped_ = 0;  // pages of the runs mapped so far, from the first on
+  std::size_t mapped_ = 0;  // pages of the runs mapped so far, the first ones
 };
 
 }  // namespace vtensor

@@ -18,7 +18,7 @@ namespace vtensor {
 namespace {
 
 constexpr std::size_t kStep = std::size_t{64} << 20;
-// Copied at once: while it is, the next bytes of a file are read or found space for.
+// Bytes of one copy: while it runs, the next bytes of a file are brought into memory.
 constexpr std::size_t kPiece = std::size_t{4} << 20;
 constexpr const char* kNothingFell = ": nothing fell asleep; free space, or name another folder";
 
@@ -26,7 +26,7 @@ std::system_error refused(const char* operation, int error, const char* what, co
   return {error, std::generic_category(), text("[", operation, "] ", what, remedy)};
 }
 
-// O_TMPFILE, or unlinked at once where the file system lacks that. False with errno.
+// Opens by O_TMPFILE, or unlinks at once if the file system lacks that. False with errno.
 bool open_unnamed(SharedFile& file, const std::string& folder) {
   if (file.open(folder, O_TMPFILE | O_RDWR)) return true;
   if (errno != EOPNOTSUPP && errno != EISDIR) return false;
@@ -57,11 +57,11 @@ void SleepImage::make_present(const char* operation, std::size_t offset, std::si
                               CopyDirection direction) {
   if (!file_) return;
   const bool out = direction == CopyDirection::out;
-  // Before Linux 5.14 there is no such call (EINVAL).
+  // EINVAL: Linux before 5.14, which has no such call.
   if (madvise(at(offset), bytes, out ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0 ||
       errno == EINVAL)
     return;
-  const int error = errno == EFAULT ? EIO : errno;  // as it answers what would be SIGBUS
+  const int error = errno == EFAULT ? EIO : errno;  // EFAULT stands for what would be SIGBUS
   if (out) throw refused(operation, error, "the temporary file cannot be written", kNothingFell);
   throw refused(operation, error, "the temporary file cannot be read",
                 ": all stays asleep; give the contents up with wake(discard=True)");
@@ -73,7 +73,7 @@ void SleepImage::flush(const char* operation) {
     if (errno != EINTR)
       throw refused(operation, errno, "the temporary file cannot be written", kNothingFell);
   }
-  madvise(at(0), file_->bytes(), MADV_DONTNEED);  // only of this process's mapping
+  madvise(at(0), file_->bytes(), MADV_DONTNEED);  // of this process's mapping only
 }
 
 SleepCopy::SleepCopy(std::shared_ptr<PagePool> pool, const char* operation, CopyDirection direction,
@@ -111,7 +111,7 @@ std::size_t SleepCopy::step() {
       for (const auto& [number, image] : images_) image->flush(operation_);
     }
   } catch (...) {
-    // Copies that were launched before the refusal still use this memory.
+    // Copies launched before the refusal still use the images: if waiting fails, these are leaked.
     try {
       await_copies(*pool_, operation_, "a copy");
     } catch (...) {
