@@ -189,26 +189,17 @@ def test_a_lease_is_begun_and_ended_by_one_thread_at_a_time(sim, pool):
     eventually(lambda: held(pool) == 0)
 
 
-def test_of_a_closed_tensor(pool):
-    t = filled(pool, 8)
-    u = filled(pool, 8)
-    lease = vtensor.lease(u, t)
-    t.close()
-    with pytest.raises(vtensor.Closed, match=r"\[lease\]"):
-        lease.__enter__()
-    u.close()
-    eventually(lambda: pool.stats().pages_mapped == 0)  # nothing of it is held
-
-
-def test_a_refused_lease_leaves_no_tensor_with_its_stream(sim, pool):
+@pytest.mark.parametrize("error", [vtensor.Asleep, vtensor.Closed])
+def test_a_refused_lease_leaves_no_tensor_with_its_stream(sim, pool, error):
     """The stream may end, as no work was launched for the lease."""
     stream = sim.stream()
-    t, asleep = filled(pool, 16), filled(pool, 16, tag="asleep")
-    pool.sleep(contents="discard", tag="asleep")
-    with pytest.raises(vtensor.Asleep):
-        vtensor.lease(t, asleep, stream=stream).__enter__()
+    t, other = filled(pool, 16), filled(pool, 16, tag="other")
+    lease = vtensor.lease(t, other, stream=stream)
+    pool.sleep(contents="discard", tag="other") if error is vtensor.Asleep else other.close()
+    with pytest.raises(error, match=r"\[lease\]"):
+        lease.__enter__()
     sim.destroy(stream)
-    t.close(), asleep.close()
+    t.close(), other.close()
     eventually(lambda: pool.stats().pages_mapped == 0)
     pool.wait_idle()
 

@@ -111,6 +111,7 @@ testing.simulated_cuda_pool('libc.so.6', device=1.5) -> device is a float: give 
 vtensor.trace.record(<1.5 | '3' | 2**100>)
 --- adopted modules, sleep
 vtensor.adopt(<torch.ones(3) | 'weights' | 7 | [torch.ones(3), 7]>, pool)
+vtensor.adopt(torch.nn.LazyLinear(3), pool) -> UninitializedParameter: only plain tensors
 vtensor.adopt(layer, 'cpu') -> pool
 vtensor.adopt(layer, pool, tag=<'' | 3>) -> tag
 vtensor.memory(pool, tag='').__enter__() -> tag
